@@ -33,7 +33,6 @@ from packaging.version import Version
 from benchmarks.export_cases import CHANGES, changed, layouts
 from benchmarks.export_combinations import combinations
 from benchmarks.translations import command_of, differing
-from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.settings import settings_of
@@ -415,8 +414,7 @@ def _compare_model(theirs: Any, model: ModelConfig, formats: tuple[str | None, .
             "shared_ffn_size": shared.w1.out_features if shared else 0,
         }
         dense = [layer.moe is None for layer in theirs.layers]
-        layers = expert_layers(model.moe_layer_freq, model.num_layers)
-        assert dense == [not experts for experts in layers]
+        assert dense == [not model.is_moe(layer) for layer in range(model.num_layers)]
     if not (last.moe and not any(layer.moe is None for layer in theirs.layers)):
         found["ffn_size"] = theirs.layers[0].feed_forward.w1.out_features
     for name, value in found.items():

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from benchmarks.turns import about
 from fivefold.mesh.collectives import all_gather, all_reduce, reduce_scatter
-from fivefold.train.ranks.launch import init_process_group, launch_local
+from fivefold.train.ranks.join import init_process_group
+from fivefold.train.ranks.launch import launch_local
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.units import human_bytes
 

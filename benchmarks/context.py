@@ -50,7 +50,8 @@ from fivefold.model.attention.grouped_query import Kernel, Scope, attention
 from fivefold.model.dropout import HeadDropout
 from fivefold.model.shards import MicrobatchShare
 from fivefold.train.engine import Engine
-from fivefold.train.ranks.launch import init_process_group, launch_local
+from fivefold.train.ranks.join import init_process_group
+from fivefold.train.ranks.launch import launch_local
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.units import human_bytes
 

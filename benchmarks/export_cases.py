@@ -184,6 +184,7 @@ _LONGROPE = {
     "longrope_short_factor": (1.0,) * 64,
     "longrope_long_factor": (4.0,) * 64,
 }
+_WINDOWS = {"window_size": 1024, "window_attn_skip_freq": "2"}
 _LINEAR = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "4"}
 _SPARSE = {"preset": "deepseek-v3.2", "dsa_indexer_loss_coeff": 0.01}
 _HYBRID = {"preset": "nemotron-h-8b"}
@@ -192,6 +193,8 @@ _MLA = {"preset": "deepseek-v2-lite"}
 _GROUPS = {"preset": "mixtral-8x7b", "moe_router_num_groups": 2, "moe_router_group_topk": 2}
 _ZERO1 = {"data_parallel_sharding_strategy": "optim"}
 _ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+_FIM = {"fim_data": True}
+_FIM_PARTS = {**_FIM, "fim_split_sample": "<part>", "fim_fragment_rate": 0.9}
 _SAMPLES = {"train_samples": 9000}
 _WARM_UP = {"lr_warmup_iters": 10}
 _IN_8_BITS = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
@@ -233,6 +236,14 @@ CHANGES: Mapping[str, Change] = {
     ),
     "rotary_base": Change(20_000.0),
     "rotary_base_local": Change(20_000.0, {"window_size": 1024}),
+    "num_query_groups_local": Change(4, _WINDOWS),
+    "kv_channels_local": Change(96, _WINDOWS),
+    "softmax_type_local": Change("learnable", _WINDOWS),
+    "keys_as_values": Change(True, {**_WINDOWS, "v_l2_norm": True}),
+    "v_l2_norm": Change(True),
+    "v_channels": Change(96),
+    "value_multiplier": Change(0.75),
+    "layer_scalar": Change(0.75),
     "rotary_seq_len_interpolation_factor": Change(8.0, {"use_rope_scaling": False}),
     "use_rope_scaling": Change(True, {"preset": "llama2-7b"}),
     "rope_scaling_factor": Change(16.0),
@@ -320,6 +331,7 @@ CHANGES: Mapping[str, Change] = {
     "moe_apply_probs_on_input": Change(
         True, {**_MIXED, "moe_router_topk": 1, "moe_router_score_function": "sigmoid"}
     ),
+    "moe_router_norm_epsilon": Change(1e-6, {**_MIXED, "moe_router_score_function": "sigmoid"}),
     "moe_layer_freq": Change("2", {"preset": "mixtral-8x7b"}),
     "multi_latent_attention": Change(True, {"num_query_groups": None}),
     "q_lora_rank": Change(768, _MLA),
@@ -502,6 +514,15 @@ CHANGES: Mapping[str, Change] = {
     "split": Change("90,5,5"),
     "text_key": Change("content"),
     "sft": Change(True, {"tokenizer_model": "tokenizer.json"}),
+    "fim_data": Change(True),
+    "fim_rate": Change(0.7, _FIM),
+    "fim_spm_rate": Change(0.3, _FIM),
+    "fim_split_sample": Change("<file_sep>", _FIM_PARTS),
+    "fim_fragment_rate": Change(0.8, _FIM_PARTS),
+    "fim_no_prefix": Change("#!", _FIM),
+    "fim_prefix_token": Change("<|fim_prefix|>", _FIM),
+    "fim_middle_token": Change("<|fim_middle|>", _FIM),
+    "fim_suffix_token": Change("<|fim_suffix|>", _FIM),
     "reset_position_ids": Change(False),
     "reset_attention_mask": Change(False),
     "eod_mask_loss": Change(False),

@@ -17,7 +17,7 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.train.engine import Engine
-from fivefold.train.ranks.launch import init_process_group
+from fivefold.train.ranks.join import init_process_group
 from fivefold.train.ranks.rank_env import RankEnv
 
 WARMUP, STEPS, MICROBATCHES = 3, 6, 8

@@ -32,7 +32,7 @@ from fivefold.hardware import find_gpu
 from fivefold.layout import Layout
 from fivefold.report.audited import outlook
 from fivefold.train.engine import Engine
-from fivefold.train.ranks.launch import init_process_group
+from fivefold.train.ranks.join import init_process_group
 from fivefold.train.ranks.rank_env import RankEnv
 
 WARMUP, STEPS = 3, 5

@@ -233,7 +233,7 @@ def torch_step(cell: Cell, env: Any) -> Any:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     from benchmarks.peer_systems.common import ADAMW, Model, loss_of
-    from fivefold.train.ranks.launch import init_process_group
+    from fivefold.train.ranks.join import init_process_group
 
     init_process_group(env, "cpu")
     rank, last = env.rank, cell.stages - 1
@@ -279,7 +279,7 @@ def fivefold_step(cell: Cell, env: Any) -> Any:
     from fivefold.config.model import ModelConfig
     from fivefold.data.packing import Microbatch
     from fivefold.train.engine import Engine
-    from fivefold.train.ranks.launch import init_process_group
+    from fivefold.train.ranks.join import init_process_group
 
     config = Config(
         ModelConfig(

@@ -32,7 +32,8 @@ from fivefold.model.products import Kept
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor, SplitTokens, TokensInParts
 from fivefold.tensor.linear import ColumnParallel, RowParallel
-from fivefold.train.ranks.launch import init_process_group, launch_local
+from fivefold.train.ranks.join import init_process_group
+from fivefold.train.ranks.launch import launch_local
 from fivefold.train.ranks.rank_env import RankEnv
 
 TOKENS, HIDDEN, INNER = 1024, 768, 2048

@@ -24,7 +24,7 @@ from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine
 from fivefold.train.machine.threads import choose_threads
-from fivefold.train.ranks.launch import init_process_group
+from fivefold.train.ranks.join import init_process_group
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.units import human_seconds
 

@@ -26,7 +26,6 @@ from fivefold.config.rules.lora import check_adapted_run
 from fivefold.config.rules.memory import check_memory
 from fivefold.config.rules.model import check_model
 from fivefold.config.rules.optimizer import check_optimizer
-from fivefold.config.rules.sparse import check_sparse_ranks
 from fivefold.config.rules.values import check_values
 from fivefold.data_parallel.rules import (
     check_blocks,
@@ -123,7 +122,6 @@ def _check(
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)
-    check_sparse_ranks(config.model, parallel, mistakes)
     check_data_parallel(config, parallel, mistakes)
     check_contradictions(config, mistakes)
     check_blocks(config, parallel, mistakes)

@@ -38,14 +38,16 @@ class FivefoldError(Exception):
     """An error to be shown to the user as one message, without a traceback.
 
     Attributes:
+        mistakes: what is wrong.
         status: exit status for the shell, of a command as of its ranks: 2 where something was given
             that is wrong or missing, 1 where a run failed.
     """
 
     status = 2
 
-    def __init__(self, message: Mistake | str) -> None:
-        super().__init__(str(message))
+    def __init__(self, *mistakes: Mistake | str) -> None:
+        self.mistakes = tuple(Mistake(m) if isinstance(m, str) else m for m in mistakes)
+        super().__init__("\n".join(map(str, self.mistakes)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """An error that other ranks are sent is not made again from its text."""
@@ -54,10 +56,6 @@ class FivefoldError(Exception):
 
 class ConfigError(FivefoldError):
     """All mistakes in the settings that the user gave."""
-
-    def __init__(self, *mistakes: Mistake | str) -> None:
-        self.mistakes = tuple(Mistake(m) if isinstance(m, str) else m for m in mistakes)
-        super().__init__("\n".join(str(m) for m in self.mistakes))
 
     def spelled(self, spell: Callable[[str], Iterable[str]]) -> "ConfigError":
         """The same error, with each choice as flags of the command that was given.
@@ -86,15 +84,8 @@ class CheckpointError(FivefoldError):
 
 
 class OtherSettings(CheckpointError):
-    """A checkpoint whose optimizer's state these settings cannot go on with.
-
-    Attributes:
-        mistake: what differs; of what works, `--finetune` takes the weights alone.
-    """
-
-    def __init__(self, mistake: Mistake) -> None:
-        super().__init__(mistake)
-        self.mistake = mistake
+    """A checkpoint whose optimizer's state these settings cannot go on with; of what works,
+    `--finetune` takes the weights alone."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -111,8 +102,9 @@ class DamagedCheckpoint(CheckpointError):
     @property
     def passed_over(self) -> str:
         """That a run goes on from the intact checkpoint instead, and why."""
-        damaged, fault = str(self).splitlines()[:2]
-        return f"{damaged}: {fault.strip()}; step {self.intact} is the latest that is intact"
+        (damage,) = self.mistakes
+        fault = f"{damage.what}: {damage.why[0]}"
+        return f"{fault}; step {self.intact} is the latest that is intact"
 
 
 class TrainingError(FivefoldError):

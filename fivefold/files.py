@@ -342,16 +342,16 @@ def parse_toml(text: str, source: str, error: type[FivefoldError]) -> dict[str, 
         ) from None
 
 
-def _toml_mistake(text: str, source: str, message: str) -> str:
+def _toml_mistake(text: str, source: str, message: str) -> Mistake:
     place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
     if place is None:
-        return f"{source}:{text.count(chr(10)) + 1}: this is not TOML: {message}"
+        return Mistake(f"{source}:{text.count(chr(10)) + 1}: this is not TOML: {message}")
     line, column = int(place[1]), int(place[2])
     start = max(column - 80, 0)
     part = text.replace("\r\n", "\n").split("\n")[line - 1][start : start + 100]
     caret = " " * (column - 1 - start) + "^"
     what = f"{source}:{line}:{column}: this is not TOML: {message[: place.start()]}"
-    return f"{what}\n  {part}\n  {caret}"
+    return Mistake(what, (part, caret))
 
 
 def as_kind(value: Any, kind: type[T], source: str, error: type[FivefoldError]) -> T:
@@ -381,14 +381,14 @@ def tensor_names(path: str | os.PathLike[str], error: type[FivefoldError]) -> li
         raise error(unread_tensors(path, problem)) from None
 
 
-def unread_tensors(path: str | os.PathLike[str], problem: Exception) -> str:
+def unread_tensors(path: str | os.PathLike[str], problem: Exception) -> Mistake:
     """What to say of a .safetensors file that cannot be read."""
     with suppress(OSError), open(path, "rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             folder = quote(os.path.dirname(path) or ".")
-            pull = f"git -C {folder} lfs pull"
-            return f"{path} is Git LFS's pointer to a file, not that file\n  try:   {pull}"
-    return f"{path} cannot be read: {problem}"
+            what = f"{path} is Git LFS's pointer to a file, not that file"
+            return Mistake(what, attempt=f"git -C {folder} lfs pull")
+    return Mistake(f"{path} cannot be read: {problem}")
 
 
 def _fsync(path: Path) -> None:

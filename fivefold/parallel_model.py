@@ -19,7 +19,7 @@ from fivefold.mesh.slices import Piece
 from fivefold.model.batch import Batch
 from fivefold.model.eight_bit.delayed import DelayedScaling
 from fivefold.model.eight_bit.step_weights import StepWeights
-from fivefold.model.init import init_slice
+from fivefold.model.init import init_slice, initial_buffer
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.run.executor import Executor, StepSums
@@ -138,8 +138,8 @@ class ParallelModel:
                     piece.local.dtype,
                 )
                 piece.local.copy_(values)
-            for buffer in self.buffers(copies=True).values():
-                buffer.zero_()
+            for name, buffer in self.buffers(copies=True).items():
+                buffer.fill_(initial_buffer(name, config.model))
 
     def buffers(self, *, copies: bool) -> dict[str, torch.Tensor]:
         """What stages keep besides parameters, by name; the same on all ranks of a stage.

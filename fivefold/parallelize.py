@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from fivefold.context.install import install_context_parallel
+from fivefold.context.install import install_chosen, install_context_parallel
 from fivefold.counts.parameters import ParameterRecord, delayed_layers, parameter_records
 from fivefold.counts.units import unit_of, units_on_host
 from fivefold.data_parallel.fsdp import ShardedStage
@@ -59,6 +59,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     _install_experts(layout, groups, stages, deferred, records, meanwhile)
     if groups.cp is not None:
         _install_context(layout, groups, stages)
+    if config.model.is_sparse and config.keeps_latents(0):
+        _install_chosen(layout, groups, stages)
     _install_eight_bit(layout, policy, stages)
     layers = delayed_layers(layout, groups.rank, records.values())
     scaling = install_delayed(stages, layers, config, device)
@@ -202,6 +204,14 @@ def _install_context(layout: Layout, groups: Groups, stages: dict[int, Stage]) -
     for stage in stages.values():
         install_context_parallel(stage, kinds, groups)
     log.info("context parallel over %d (%s)", layout.grid.cp, ", ".join(dict.fromkeys(kinds)))
+
+
+def _install_chosen(layout: Layout, groups: Groups, stages: dict[int, Stage]) -> None:
+    alone = layout.config.reads_chosen
+    for stage in stages.values():
+        install_chosen(stage, groups, alone=alone)
+    if alone:
+        log.info("attention reads the latents of chosen tokens alone")
 
 
 def _install_eight_bit(layout: Layout, policy: Policy, stages: dict[int, Stage]) -> None:

@@ -205,8 +205,13 @@ def test_layers_of_further_prediction_are_in_the_stages() -> None:
             {"sequence_parallel": False},
             ["experts with tp 2 need sequence_parallel", "works: --sequence-parallel"],
         ),
-        ("llama3-8b", {"expert_model_parallel_size": 2}, ["= 2 needs a model with num_experts"]),
-        ("llama3-8b", {"moe_token_dispatcher_type": "flex"}, ["= flex needs a model"]),
+        (
+            "llama3-8b",
+            {"expert_model_parallel_size": 2},
+            ["= 2 has no effect", "num_experts is none"],
+        ),
+        ("llama3-8b", {"moe_router_topk": 1}, ["works: --num-experts 8 | --moe-router-topk 2"]),
+        ("llama3-8b", {"q_lora_rank": 8}, ["works: --multi-latent-attention | --q-lora-rank none"]),
         (
             "mixtral-8x7b",
             {"overlap_moe_expert_parallel_comm": True, "recompute_granularity": "full"},
@@ -341,7 +346,11 @@ def test_context_parallelism_that_divides_is_planned_with(values: dict) -> None:
             "offload_modules: expert_fc1 needs a model with num_experts",
         ),
         ("llama3-8b", {"fine_grained_activation_offloading": True}, "needs offload_modules"),
-        ("llama3-8b", {"offload_modules": ("attn_norm",)}, "are moved by"),
+        (
+            "llama3-8b",
+            {"offload_modules": ("attn_norm",)},
+            "fine_grained_activation_offloading is false",
+        ),
         (
             "llama3-8b",
             {

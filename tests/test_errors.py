@@ -1,8 +1,10 @@
-"""Errors are what they were when another rank has sent them."""
+"""Errors arrive as another rank has sent them, and are laid out in one place."""
 
+import ast
 import pickle
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 
 import pytest
 
@@ -23,3 +25,16 @@ def test_an_error_arrives_as_it_was_sent(kind: type[FivefoldError]) -> None:
     arrived = pickle.loads(pickle.dumps(sent))
     assert type(arrived) is kind
     assert str(arrived) == str(sent) and vars(arrived) == vars(sent)
+
+
+def test_only_mistakes_lay_lines_out() -> None:
+    """What is wrong, why, and what works are fields, which callers may add to or change."""
+    broken = [
+        f"{path.name}:{text.lineno}"
+        for path in (Path(__file__).parents[1] / "fivefold").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Error", "Mistake"))
+        for text in ast.walk(node)
+        if isinstance(text, ast.Constant) and isinstance(text.value, str) and "\n" in text.value
+    ]
+    assert not broken

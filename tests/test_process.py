@@ -15,7 +15,8 @@ usual = gc.get_threshold()
 from fivefold import process
 process.begin()
 assert gc.get_threshold() != usual
-from fivefold.train.ranks.launch import init_process_group, launch_local
+from fivefold.train.ranks.join import init_process_group
+from fivefold.train.ranks.launch import launch_local
 
 def rank(env):
     import os, sys, torch

@@ -33,7 +33,8 @@ from fivefold.config.sharding import SHARDING
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine
-from fivefold.train.ranks.launch import init_process_group, launch_local
+from fivefold.train.ranks.join import init_process_group
+from fivefold.train.ranks.launch import launch_local
 from fivefold.train.ranks.rank_env import RankEnv
 
 STRATEGIES = tuple(SHARDING)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fivefold.audit.watch import Watch, after, project_line, tensors_in
-from fivefold.errors import TrainingError
+from fivefold.errors import Mistake, TrainingError
 from fivefold.units import human_bytes
 
 HOST = "host"
@@ -153,15 +153,12 @@ class DeviceLimit(Accounting):
 
     def _check(self) -> None:
         if self.holdings.total > self.limit:
-            raise TrainingError("\n".join(self._report()))
+            taken, limit = human_bytes(self.holdings.total), human_bytes(self.limit)
+            what = f"tensors on the device take {taken}, more than --device-memory-limit {limit}"
+            raise TrainingError(Mistake(what, tuple(self._largest())))
 
-    def _report(self) -> Iterator[str]:
-        held, limit = self.holdings, human_bytes(self.limit)
-        yield (
-            f"tensors on the device take {human_bytes(held.total)}, more than "
-            f"--device-memory-limit {limit}"
-        )
-        most = sorted(held.held().items(), key=lambda item: -item[1])
-        yield from (f"  {human_bytes(size):>9}  {kind}" for kind, size in most[:SHOWN] if size > 0)
+    def _largest(self) -> Iterator[str]:
+        most = sorted(self.holdings.held().items(), key=lambda item: -item[1])
+        yield from (f"{human_bytes(size):>9}  {kind}" for kind, size in most[:SHOWN] if size > 0)
         if rest := sum(size for _, size in most[SHOWN:]):
-            yield f"  {human_bytes(rest):>9}  {len(most) - SHOWN} other lines"
+            yield f"{human_bytes(rest):>9}  {len(most) - SHOWN} other lines"

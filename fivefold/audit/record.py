@@ -8,8 +8,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fivefold.config.config import Config
-from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.offload import host_traffic
 from fivefold.counts.policy import engine_policy
 from fivefold.counts.rank_work import kept_activations, multiplications
@@ -17,13 +15,12 @@ from fivefold.counts.routed import StepChoices, rows_of_choices
 from fivefold.counts.shards import ShardPlace
 from fivefold.counts.state import model_state
 from fivefold.counts.volumes import by_axis, step_volumes
-from fivefold.errors import DataError
+from fivefold.errors import DataError, Mistake
 from fivefold.files import read_json, write_atomic
 from fivefold.layout import Layout
-from fivefold.model.attention.blocks import flash_takes
 
 Amount = Annotated[float, Meta(ge=0)]
-_AGAIN = "  try: train with --audit, which measures one step"
+_AGAIN = "train with --audit, which measures one step"
 
 
 @dataclass(frozen=True)
@@ -109,16 +106,18 @@ def read_records(folder: Path) -> list[RankRecord]:
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         what = f"{folder} has no records: nothing was measured in that run"
-        raise DataError(f"{what}\n{_AGAIN}")
+        raise DataError(Mistake(what, attempt=_AGAIN))
     records = [read_json(path, RankRecord, DataError) for path in paths]
     records.sort(key=lambda record: record.rank)
     there = {record.rank for record in records}
     count = max(len(records), *(record.world_size or 0 for record in records))
     missing = next((rank for rank in range(count) if rank not in there), None)
     if missing is not None:
-        raise DataError(f"{folder} lacks the record of rank {missing}\n{_AGAIN}")
+        what = f"{folder} lacks the record of rank {missing}"
+        raise DataError(Mistake(what, attempt=_AGAIN))
     if len(steps := sorted({record.step for record in records})) > 1:
-        raise DataError(f"{folder} has records of steps {steps[0]} and {steps[-1]}\n{_AGAIN}")
+        what = f"{folder} has records of steps {steps[0]} and {steps[-1]}"
+        raise DataError(Mistake(what, attempt=_AGAIN))
     return records
 
 
@@ -148,7 +147,6 @@ def expected_record(
     traffic = host_traffic(layout, measured.rank)
     state = model_state(layout, at["pp"], ShardPlace.of(layout, measured.rank))
     on_gpu, count = measured.peak_allocated is not None, len(layout.split.stages)
-    one_call = on_gpu and _in_one_call(layout.config)
     stages = layout.stages_of(at["pp"])
     return replace(
         measured,
@@ -167,15 +165,9 @@ def expected_record(
             s: kept_activations(
                 *(layout, measured.rank, s % count, rows),
                 packed=measured.packed,
-                one_call=one_call,
-                on_host=not on_gpu,
+                on_gpu=on_gpu,
             )
             for s in stages
         },
         multiplications=multiplications(layout, measured.rank, rows),
     )
-
-
-def _in_one_call(config: Config) -> bool:
-    """Whether a GPU attends to a row's documents by one call of FlashAttention."""
-    return ELEMENT_BYTES[config.training.precision] == 2 and flash_takes(config.model.query_dim)

@@ -268,7 +268,7 @@ def _activations(pairs: Pairs) -> Iterator[Finding]:
 def _products(layout: Layout, pairs: Pairs) -> Finding:
     """The finding for FLOPs of linear layers."""
     layers = {layer for spec in layout.split.stages for layer in spec.layers}
-    gathers = any(map(layout.config.gathers_latents, layers))
+    gathers = any(map(layout.config.projects_latents, layers))
     told = gathers and any(record.any_packed for _, record in pairs)
     note = (
         "told, not judged: the formula is for whole rows, and gathered latents that no query of "

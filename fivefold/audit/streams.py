@@ -15,7 +15,7 @@ from fivefold.audit.calls import is_call
 from fivefold.audit.races import HOST, Mark, Races, Span
 from fivefold.audit.waits import awaited
 from fivefold.audit.watch import Watch, after, project_line, tensors_in
-from fivefold.errors import FivefoldError
+from fivefold.errors import FivefoldError, Mistake
 from fivefold.mesh.arguments import PLACES
 
 SHOWN = 8
@@ -63,9 +63,9 @@ class StreamWatch(Watch):
         """
         found = sorted(self.races.found.items(), key=lambda item: -item[1])
         if found:
-            shown = "".join(f"\n  {times} x {race}" for race, times in found[:SHOWN])
-            more = f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-            raise FivefoldError(f"{len(found)} races between streams{shown}{more}")
+            shown = [f"{times} x {race}" for race, times in found[:SHOWN]]
+            shown += [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+            raise FivefoldError(Mistake(f"{len(found)} races between streams", tuple(shown)))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if is_call(func) and func.name().partition(".")[0] in PLACES:

@@ -23,7 +23,8 @@ from fivefold.predict.cluster import Cluster, Link, preset
 from fivefold.predict.cluster_file import to_toml, within_range
 from fivefold.predict.times.compute import attention_share
 from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
-from fivefold.train.ranks.launch import init_process_group, launch_local
+from fivefold.train.ranks.join import init_process_group
+from fivefold.train.ranks.launch import launch_local
 from fivefold.train.ranks.meeting import check_place
 from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.train.ranks.signals import leave_at_once

@@ -335,8 +335,7 @@ class Checkpointer:
 
         saved = {name: tensor.shape for name, tensor in index.items()}
         if mistakes := mismatches(asked, saved, skip):
-            lines = "\n".join(str(mistake) for mistake in mistakes)
-            raise CheckpointError(f"{folder} is of another model\n{lines}")
+            raise CheckpointError(f"{folder} is of another model", *mistakes)
 
     def _find(self, step: int | None) -> Path:
         """The folder of a step, the latest if None; waits for a save under way first."""

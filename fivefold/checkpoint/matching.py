@@ -1,13 +1,15 @@
 """Compares the tensors of a checkpoint with those of a model."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import torch
 
 from fivefold.checkpoint.index import SavedTensor
 from fivefold.config.settings import flag_of
-from fivefold.errors import Mistake, OtherSettings, did_you_mean
+from fivefold.errors import CheckpointError, Mistake, OtherSettings, did_you_mean
 from fivefold.model.eight_bit.rules import SCALES
 from fivefold.optim.adamw import OPTIMIZER, state_name
 from fivefold.optim.rounding import MOMENTS
@@ -18,7 +20,7 @@ Shapes = Mapping[str, Sequence[int]]
 _LISTED = 8
 
 
-def mismatches(asked: Shapes, saved: Shapes, skip: tuple[str, ...]) -> list[Mistake]:
+def mismatches(asked: Shapes, saved: Shapes, skip: tuple[str, ...] = ()) -> list[Mistake]:
     """Tensors that are missing, of another shape or left over, each kind as one mistake.
 
     Args:
@@ -51,6 +53,17 @@ def mismatches(asked: Shapes, saved: Shapes, skip: tuple[str, ...]) -> list[Mist
         for what, lines in kinds
         if lines
     ]
+
+
+def check_shapes(path: Path, asked: Shapes, saved: Shapes) -> None:
+    """Check that a folder's tensors are those of the model.
+
+    Raises:
+        CheckpointError: they are others.
+    """
+    if wrong := mismatches(asked, saved):
+        first, *others = wrong
+        raise CheckpointError(replace(first, what=f"{path}: {first.what}"), *others)
 
 
 def check_types(asked: Mapping[str, torch.dtype], saved: Mapping[str, SavedTensor]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fivefold import process
 from fivefold.cli.style import note
@@ -13,7 +13,7 @@ from fivefold.config.huggingface import is_adapter, read_adapter
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import resolve_model
-from fivefold.config.settings import argument, option
+from fivefold.config.settings import Allowed, argument, changed, option
 from fivefold.config.sources import load_options
 from fivefold.errors import Mistakes
 from fivefold.hub import WEIGHTS, in_place
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fivefold.convert.spoilt import Converted
 
 SHOWN = 4  # tensors
+Bytes = Annotated[float, Allowed(lambda v: v >= 1, "at least 1")]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Options:
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] | None = option(
         None, "type of the weights for Hugging Face (default: that of training)"
     )
-    max_shard_size: float | None = option(
+    max_shard_size: Bytes | None = option(
         None, "most bytes of a file for Hugging Face (default: 5e9)"
     )
     model: str | None = option(
@@ -122,16 +123,9 @@ def _check(options: Options, *, inward: bool) -> tuple[Path, ModelConfig | None]
     """
     mistakes = Mistakes()
     if inward:
-        given = {
-            "step": None if is_megatron(Path(options.source)) else options.step,
-            "dtype": options.dtype,
-            "max-shard-size": options.max_shard_size,
-            "adapter": options.adapter or None,
-        }
-        for name in [name for name, value in given.items() if value is not None]:
-            mistakes.add(f"--{name} is for a run, and {options.source} is none")
-    elif options.max_shard_size is not None and options.max_shard_size < 1:
-        mistakes.add(f"--max-shard-size must be at least 1, not {options.max_shard_size:g}")
+        of_steps = () if is_megatron(Path(options.source)) else ("step",)
+        for setting in changed(options, (*of_steps, "dtype", "max_shard_size", "adapter")):
+            mistakes.add(f"{setting.flag} is for a run, and {options.source} is none")
     if Path(options.target).exists():
         mistakes.add(f"{options.target} is there already", attempt="another folder")
     source = Path(options.source)

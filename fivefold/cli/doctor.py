@@ -216,7 +216,7 @@ def _pass_a_message(env: "RankEnv") -> int:
     import torch
     import torch.distributed as dist
 
-    from fivefold.train.ranks.launch import init_process_group
+    from fivefold.train.ranks.join import init_process_group
 
     init_process_group(env, "cpu", timeout_seconds=60)
     total = torch.ones(1 << 16)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import join, quote
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from fivefold.check import check
@@ -16,7 +16,7 @@ from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.records import LoggingConfig
 from fivefold.config.rules.dependence import without_orphans
-from fivefold.config.settings import argument, flag_of, option, settings_of
+from fivefold.config.settings import Count, Whole, argument, changed, option
 from fivefold.config.sharding import ShardingStrategy
 from fivefold.config.sources import load_options
 from fivefold.config.training import OptimizerConfig
@@ -66,16 +66,16 @@ class Options:
 
     run: str = argument(RUN_HELP)
     step: int | None = option(None, STEP_HELP)
-    nproc: int = option(1, NPROC_HELP)
+    nproc: Count = option(1, NPROC_HELP)
     device: Asked = option("auto", f"where to run; {DEVICE_HELP}")
     json: bool = option(False, JSON_HELP)
     tasks: tuple[str, ...] = option(
         (), "tasks of lm-evaluation-harness that choose or score: names, or paths of .yaml files"
     )
-    num_fewshot: int | None = option(
+    num_fewshot: Whole | None = option(
         None, "examples in each context of --tasks (default: the task's)"
     )
-    limit: int | None = option(None, "first documents of each of --tasks (default: all)")
+    limit: Count | None = option(None, "first documents of each of --tasks (default: all)")
     valid_data_path: tuple[str, ...] = _same("valid_data_path", ())
     split: str | None = _same("split")
     eval_iters: int | None = _same("eval_iters")
@@ -116,20 +116,13 @@ def run(argv: Sequence[str]) -> int:
 def _check_tasks(options: Options) -> None:
     """Refuse flags that have no effect with --tasks, or without."""
     mistakes = Mistakes()
-    for setting in settings_of(Options):
-        value = getattr(options, setting.name)
-        if setting.name in _OF_BOTH or value == setting.default:
-            continue
+    for setting in changed(options):
         if not options.tasks and setting.name in _OF_TASKS:
             what = f"{setting.flag} has no effect: it is for tasks, and --tasks names none"
             mistakes.add(what, attempt="--tasks NAME, or a .yaml file")
-        elif options.tasks and setting.name not in _OF_TASKS:
+        elif options.tasks and setting.name not in (*_OF_TASKS, *_OF_BOTH):
             what = f"{setting.flag} has no effect with --tasks, which run on one device"
             mistakes.add(what, attempt=f"no {setting.flag}, or no --tasks")
-    for name in _OF_TASKS:
-        least = 1 if name == "limit" else 0
-        if (value := getattr(options, name)) is not None and value < least:
-            mistakes.add(f"{flag_of(name)} must be at least {least}, not {value}")
     with mistakes.collecting():
         if options.tasks:
             check_installed("lm_eval", "--tasks", "eval")
@@ -237,14 +230,9 @@ def _checkpoint(options: Options) -> str:
 
 def _whole(options: Options) -> str:
     """The words that evaluate the same sets in the same layout, but each sample once."""
-    words = []
-    for setting in settings_of(Options):
-        value = getattr(options, setting.name)
-        if setting.name in ("run", "step", *_OF_A_PART) or value == setting.default:
-            continue
-        values = value if isinstance(value, tuple) else (value,)
-        words += [setting.flag, *(str(each) for each in values if each is not True)]
-    return join([*words, "--full-validation"])
+    given = (s for s in changed(options) if s.name not in ("run", "step", *_OF_A_PART))
+    words = [setting.typed(getattr(options, setting.name)) for setting in given]
+    return " ".join([*words, "--full-validation"])
 
 
 def _text(options: Options, layout: Layout, found: Sequence["Evaluated"]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from fivefold.check import check
 from fivefold.cli.helps import RECIPE_HELP
 from fivefold.cli.style import note
 from fivefold.cli.train import recipe_name
-from fivefold.config.settings import argument, option, settings_of
+from fivefold.config.settings import Count, Whole, argument, changed, option
 from fivefold.config.sources import load
 from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
 from fivefold.files import telling_unwritable, write_atomic
@@ -104,12 +104,12 @@ class Options:
 
     target: Literal["slurm", "kubernetes", "skypilot", "ray"] = argument("kind of cluster")
     recipe: str | None = argument(RECIPE_HELP, None)
-    nodes: int = option(1, "machines")
-    ranks_per_node: int = option(8, "ranks a machine, each with a GPU")
+    nodes: Count = option(1, "machines")
+    ranks_per_node: Count = option(8, "ranks a machine, each with a GPU")
     gpu: str | None = option("H100", "kind of GPU, which SkyPilot and Ray ask for; none: CPUs only")
     time: str = option("24:00:00", "time limit: minutes, H:MM:SS or D-HH:MM:SS")
     image: str | None = option(None, "container image that has Fivefold")
-    max_restarts: int = option(3, "times that a job is started again after a failure")
+    max_restarts: Whole = option(3, "times that a job is started again after a failure")
     volume: str | None = option(None, "shared volume and where to mount it, as CLAIM:/PATH")
     name: str | None = option(None, "name of the job (default: that of the recipe)")
     output: str | None = option(None, "file to write (default: print it)")
@@ -121,15 +121,8 @@ def run(argv: Sequence[str]) -> int:
     options, config = load(argv, Options, note)
     mistakes = Mistakes()
     target = TARGETS[options.target]
-    for flag, value in (("nodes", options.nodes), ("ranks-per-node", options.ranks_per_node)):
-        if value < 1:
-            mistakes.add(f"--{flag} must be at least 1, not {value}")
-    if options.max_restarts < 0:
-        mistakes.add(f"--max-restarts must be at least 0, not {options.max_restarts}")
-    for setting in settings_of(Options):
-        value = getattr(options, setting.name)
-        idle = setting.name in _IDLE and setting.name not in target.takes
-        if idle and value not in (setting.default, None):
+    for setting in changed(options, _IDLE.keys() - target.takes):
+        if getattr(options, setting.name) is not None:
             mistakes.add(
                 f"{setting.flag} has no effect on a job for {options.target}: "
                 f"{_IDLE[setting.name]}",

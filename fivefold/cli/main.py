@@ -123,8 +123,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if verb not in VERBS:
         kind = "flag" if verb.startswith("-") else "command"
-        works = " | ".join((*VERBS, "help"))
-        raise ConfigError(f"unknown {kind} {verb!r}{_meant(verb)}\n  works: {works}")
+        raise ConfigError(Mistake(f"unknown {kind} {verb!r}{_meant(verb)}", works=(*VERBS, "help")))
     module = import_module(f"fivefold.cli.{verb}")
     flags = argv[: argv.index("--")] if "--" in argv else argv
     asked = next((place for place, word in enumerate(flags) if word in ("-h", "--help")), None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from fivefold.cli.budget import BUDGET_HELP, budget_bytes
 from fivefold.cli.helps import JSON_HELP
 from fivefold.config.flags import SWITCHES
-from fivefold.config.settings import argument, flag_of, option, settings_of
+from fivefold.config.settings import Count, Positive, Share, argument, changed, flag_of, option
 from fivefold.config.sources import Loaded, load_options, scan_all
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.hardware import GB
@@ -41,7 +41,7 @@ class Options:
         "kind of GPU, or path of a cluster's .toml file (default: H100, or with --from that of the "
         "runs)",
     )
-    gpus: int | None = option(
+    gpus: Count | None = option(
         None, "number of GPUs (default: that of the cluster's file, one node, or the runs')"
     )
     from_runs: tuple[str, ...] = option(
@@ -50,19 +50,19 @@ class Options:
     learned: str | None = option(
         None, "with --from, also write the machine as the runs show it to this .toml file"
     )
-    host_memory: float | None = option(
+    host_memory: Positive | None = option(
         None, "GB of memory of a node's hosts (default: those of the cluster)"
     )
     memory_budget: str | None = option(
         None, f"{BUDGET_HELP} (default: the GPU's, less what is reserved and left free)"
     )
-    memory_margin: float | None = option(
+    memory_margin: Share | None = option(
         None, "share of a GPU's memory to leave free (default: the cluster's, 0.05 as a rule)"
     )
     verbose: bool = option(
         False, "also show time, kernels, memory, messages, trade-offs and a whole run in detail"
     )
-    top: int = option(5, "number of layouts to show, the best of each mesh")
+    top: Count = option(5, "number of layouts to show, the best of each mesh")
     why: str | None = option(
         None, "settings such as 'tp=4 pp=8': show only how much slower the best layout with them is"
     )
@@ -91,7 +91,7 @@ class Options:
     score: str | None = option(
         None, "predict the published runs of a .csv file and print the errors, instead of planning"
     )
-    nproc: int | None = option(None, "number of processes that --calibrate starts")
+    nproc: Count | None = option(None, "number of processes that --calibrate starts")
     device: Asked = option("auto", "what --calibrate measures; auto: GPUs if there are enough")
 
 
@@ -151,9 +151,6 @@ def planned_request(
 
 def _check_numbers(options: Options, tokens: float | None, mistakes: Mistakes) -> None:
     """Add numbers that cannot be, and those that are of something else than a plan."""
-    for name, value in (("--gpus", options.gpus), ("--top", options.top)):
-        if value is not None and value < 1:
-            mistakes.add(f"{name} must be at least 1, not {value}")
     if options.nproc is not None:
         what = f"--nproc {options.nproc} is of --calibrate: a plan is for --gpus"
         mistakes.add(what, works=(f"--gpus {options.nproc}",))
@@ -161,19 +158,11 @@ def _check_numbers(options: Options, tokens: float | None, mistakes: Mistakes) -
         what = f"--device {options.device} is of --calibrate: a plan is for a --cluster"
         mistakes.add(what, works=("--device auto",))
     margin, budget = options.memory_margin, options.memory_budget
-    if margin is not None and not 0 <= margin < 1:
-        mistakes.add(
-            f"--memory-margin must be a share from 0 to 1, not {margin}",
-            works=("--memory-margin 0.05",),
-        )
     if margin is not None and budget is not None:
         mistakes.add(
             f"--memory-budget {budget} leaves no room for --memory-margin {margin}: it is exact",
             works=("--memory-budget none", "--memory-margin none"),
         )
-    room = options.host_memory
-    if room is not None and not 0 < room < inf:
-        mistakes.add(f"--host-memory must be a positive number of GB, not {room}")
     if tokens is not None and not 1 <= tokens < inf:
         mistakes.add(
             f"--train-tokens must be a number of tokens, not {options.train_tokens!r}",
@@ -189,17 +178,14 @@ def _check_output(options: Options, mistakes: Mistakes) -> None:
         mistakes.add("--json and --emit both say what to print", works=("--no-json", "--emit none"))
     if options.emit is not None and options.why is not None:
         mistakes.add("--emit prints settings only, no --why", works=("--emit none", "--why none"))
-    usual = {setting.name: setting for setting in settings_of(Options)}
-    for name in ("train_tokens", "top"):
-        setting, value = usual[name], getattr(options, name)
-        alone = "emit" if options.emit is not None else "why"
-        if value != setting.default and (alone == "emit" or (options.why and not options.json)):
+    alone = "emit" if options.emit is not None else "why"
+    if alone == "emit" or (options.why and not options.json):
+        for setting in changed(options, ("train_tokens", "top")):
             mistakes.add(
                 f"--{alone} prints nothing of {setting.flag}",
                 works=(f"--{alone} none", setting.typed(setting.default)),
             )
-    told = {"rules": options.rules, "guide": options.guide, "verbose": options.verbose}
-    for name in (name for name, given in told.items() if given):
+    for name in (setting.name for setting in changed(options, ("rules", "guide", "verbose"))):
         if options.emit is not None:
             what = f"--emit prints settings only, nothing of --{name}"
             mistakes.add(what, works=("--emit none", f"--no-{name}"))

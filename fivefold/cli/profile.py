@@ -7,9 +7,8 @@ from pathlib import Path
 
 from fivefold.cli.helps import RUN_HELP
 from fivefold.cli.style import note
-from fivefold.config.settings import argument, option
+from fivefold.config.settings import Count, argument, option
 from fivefold.config.sources import load_options
-from fivefold.errors import ConfigError
 from fivefold.files import telling_unwritable, write_atomic
 from fivefold.report.settings import run_config
 from fivefold.report.traces import RankTrace, longest, merged, read_traces
@@ -28,15 +27,13 @@ class Options:
     """
 
     run: str = argument(RUN_HELP)
-    top: int = option(8, "operations to show, those that took the longest")
+    top: Count = option(8, "operations to show, those that took the longest")
     trace: str | None = option(None, "file to write (default: profile/trace.json in the folder)")
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
-    if options.top < 1:
-        raise ConfigError(f"--top must be at least 1, not {options.top}")
     folder = Path(options.run)
     there = RunFolder(folder).profile
     logging, traces = run_config(folder, there).logging, read_traces(folder)

@@ -9,9 +9,8 @@ from fivefold.check import check
 from fivefold.cli.helps import JSON_HELP, RECIPE_HELP
 from fivefold.cli.style import note
 from fivefold.cli.verdict import tell
-from fivefold.config.settings import argument, option
+from fivefold.config.settings import Count, argument, option
 from fivefold.config.sources import load
-from fivefold.errors import ConfigError
 from fivefold.predict.cluster_file import load_cluster
 from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
@@ -29,12 +28,12 @@ class Options:
     """
 
     recipe: str | None = argument(RECIPE_HELP, None)
-    nproc: int = option(1, "ranks of the job, of which only a few are run")
+    nproc: Count = option(1, "ranks of the job, of which only a few are run")
     ranks: Literal["roles", "every"] = option(
         "roles", "which ranks to run: one of each role, or every one"
     )
     device: Literal["gpu", "cpu"] = option("gpu", "what the job is to run on: its code differs")
-    jobs: int | None = option(None, "processes that rehearse ranks (default: one for each core)")
+    jobs: Count | None = option(None, "processes that rehearse ranks (default: one for each core)")
     cluster: str = option("H100", "kind of GPU, or TOML file of a cluster, with which to compare")
     json: bool = option(False, JSON_HELP)
 
@@ -42,8 +41,6 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options, config = load(argv, Options, note)
-    if options.jobs is not None and options.jobs < 1:
-        raise ConfigError(f"--jobs must be at least 1, not {options.jobs}")
     whole = check(config, options.nproc)
     layout = rehearsed_layout(whole)
     cluster = load_cluster(options.cluster, options.nproc)

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.cli.helps import RUN_HELP, STEP_HELP
-from fivefold.config.settings import argument, flag_of, option
+from fivefold.config.settings import (
+    Count,
+    NonNegative,
+    PositiveShare,
+    Whole,
+    argument,
+    option,
+)
 from fivefold.config.sources import load_options
 from fivefold.errors import DataError, Mistake, Mistakes
 from fivefold.files import read_text
@@ -27,20 +34,22 @@ class Options:
     run: str = argument(RUN_HELP)
     prompt: str = argument("text to continue", "")
     prompts: str | None = option(None, "file of texts to continue, one a line, all at once")
-    num_samples: int = option(1, "texts for each prompt")
+    num_samples: Count = option(1, "texts for each prompt")
     chat: bool = option(
         False, "answer each line of the standard input, by the tokenizer's chat template"
     )
     step: int | None = option(None, STEP_HELP)
-    max_tokens: int = option(100, "most tokens to generate")
-    temperature: float = option(
+    max_tokens: Count = option(100, "most tokens to generate")
+    temperature: NonNegative = option(
         0.8, "temperature of the softmax: 0 always takes the most likely token"
     )
-    top_k: int = option(50, "number of most likely tokens to draw from; 0: all")
-    top_p: float = option(1.0, "least probability that the tokens to draw from have together")
-    seed: int = option(0, "seed of the draws")
+    top_k: Whole = option(50, "number of most likely tokens to draw from; 0: all")
+    top_p: PositiveShare = option(
+        1.0, "least probability that the tokens to draw from have together"
+    )
+    seed: Whole = option(0, "seed of the draws")
     device: Asked = option("auto", "where to compute")
-    tensor_model_parallel_size: int = option(
+    tensor_model_parallel_size: Count = option(
         1, "ranks on this machine that split heads, MLPs and vocabulary, with their keys and values"
     )
 
@@ -148,18 +157,6 @@ def _prompts(options: Options) -> list[str]:
 def _check(options: Options) -> None:
     """Check all that can be checked without loading torch."""
     mistakes = Mistakes()
-    for name, value, least in (
-        ("max_tokens", options.max_tokens, 1),
-        ("num_samples", options.num_samples, 1),
-        ("temperature", options.temperature, 0),
-        ("top_k", options.top_k, 0),
-        ("seed", options.seed, 0),
-        ("tensor_model_parallel_size", options.tensor_model_parallel_size, 1),
-    ):
-        if value < least:
-            mistakes.add(f"{flag_of(name)} must be at least {least}, not {value:g}")
-    if not 0 < options.top_p <= 1:
-        mistakes.add(f"--top-p must be above 0 and at most 1, not {options.top_p:g}")
     given = [bool(options.prompt), options.prompts is not None, options.chat]
     if sum(given) > 1:
         mistakes.add("a prompt, --prompts and --chat exclude each other")

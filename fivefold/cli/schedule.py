@@ -14,7 +14,7 @@ from fivefold.cli.schedule_options import OF_A_MODEL, Options, asked_study
 from fivefold.cli.style import note, paint, shows_styles
 from fivefold.config.flags import choice_meant
 from fivefold.config.presets import resolve_model
-from fivefold.config.settings import settings_of
+from fivefold.config.settings import changed
 from fivefold.config.sources import load_options
 from fivefold.counts.derived import as_table
 from fivefold.errors import ConfigError, Mistake
@@ -169,10 +169,9 @@ def _measured(options: Options) -> "MeasuredPieces | None":
 def _cut(options: Options, study: Study, measured: "MeasuredPieces | None") -> Cut | None:
     """The cut of the model of --balance into stages, if one is given."""
     if options.balance is None:
-        about_a_model = (s for s in settings_of(Options) if s.name in OF_A_MODEL)
-        given = [s.flag for s in about_a_model if getattr(options, s.name) != s.default]
-        if given:
-            what = f"{' and '.join(given)} needs a model, and there is no --balance"
+        if given := changed(options, OF_A_MODEL):
+            flags = " and ".join(setting.flag for setting in given)
+            what = f"{flags} needs a model, and there is no --balance"
             if options.measured is not None:  # of which most models have other layers
                 attempt = "--balance MODEL, whose layers are those of the run"
                 raise ConfigError(Mistake(what, attempt=attempt))

@@ -13,7 +13,7 @@ from fivefold.cli.helps import DEVICE_HELP, NPROC_HELP, RECIPE_HELP
 from fivefold.cli.plan_options import USUAL_CLUSTER
 from fivefold.cli.style import note, paint
 from fivefold.config.config import Config
-from fivefold.config.settings import argument, option
+from fivefold.config.settings import Count, Whole, argument, option
 from fivefold.config.sources import load_consistent, to_toml
 from fivefold.counts.derived import describe
 from fivefold.errors import ConfigError, Mistake, Mistakes
@@ -39,7 +39,7 @@ class Options:
     """
 
     recipe: str | None = argument(RECIPE_HELP, None)
-    nproc: int | None = option(None, NPROC_HELP)
+    nproc: Count | None = option(None, NPROC_HELP)
     device: Asked = option("auto", f"where to train; {DEVICE_HELP}")
     layout: Literal["given", "auto"] = option(
         "given",
@@ -56,7 +56,7 @@ class Options:
         "kind of GPU, or TOML file of a cluster, for --layout auto and --memory-budget "
         "(default: H100)",
     )
-    max_restarts: int = option(
+    max_restarts: Whole = option(
         0, "times to start the ranks of --nproc again after a failure, from the last checkpoint"
     )
     min_nproc: int | None = option(
@@ -182,8 +182,6 @@ def ranks(nproc: int | None, *, dry_run: bool = False) -> int:
     env = read_rank_env()
     if nproc is None:
         return env.world_size
-    if nproc < 1:
-        raise ConfigError(f"--nproc must be at least 1, not {nproc}")
     if env.launcher != "single" and not dry_run:
         what = f"--nproc {nproc} starts ranks, and {env.launcher} has started {env.world_size}"
         raise ConfigError(Mistake(what, works=("--nproc none",)))

@@ -21,10 +21,10 @@ from fivefold.config.megatron_job.arguments import MegatronJob, job_of, read_job
 from fivefold.config.megatron_job.command import Around
 from fivefold.config.megatron_job.settings import translate as translate_job
 from fivefold.config.rules.dependence import without_orphans
-from fivefold.config.settings import argument, flag_of, option
+from fivefold.config.settings import Count, argument, changed, option
 from fivefold.config.sources import load_options, read_config, to_toml
 from fivefold.config.translation import Translation
-from fivefold.errors import ConfigError, Mistakes
+from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import read_text, write_atomic
 from fivefold.mesh.degrees import DEGREES
 from fivefold.units import several
@@ -44,7 +44,7 @@ class Options:
         "DeepSpeed: its JSON file, with --model"
     )
     target: str | None = argument("recipe to write (default: print it)", None)
-    vocab_size: int | None = option(
+    vocab_size: Count | None = option(
         None, "tokens of the tokenizer, if the job does not say (default: what it says)"
     )
     script_arguments: str | None = option(
@@ -53,7 +53,7 @@ class Options:
     model: str | None = option(
         None, "DeepSpeed: preset, hub name, or path of a config.json (its files say no model)"
     )
-    nproc: int | None = option(
+    nproc: Count | None = option(
         None, "DeepSpeed: number of ranks (default: what its batch sizes say)"
     )
 
@@ -90,7 +90,9 @@ def _check_unwritten(target: Path) -> None:
     before, after = _TITLE.split("{}")
     first = read_text(target, ConfigError).partition("\n")[0] if target.is_file() else None
     if first is not None and not (first.startswith(before) and first.endswith(after)):
-        raise ConfigError(f"{target} is there, and no translation\n  works: another name")
+        raise ConfigError(
+            Mistake(f"{target} is there, and no translation", works=("another name",))
+        )
 
 
 def _translated(options: Options) -> Translation:
@@ -125,20 +127,15 @@ def _around(options: Options, path: Path) -> Around:
 def _check_unasked(options: Options, *names: str) -> None:
     """Flags that say what another kind of job does not say by itself."""
     mistakes = Mistakes()
-    for name in names:
-        if getattr(options, name) is not None:
-            mistakes.add(
-                f"{flag_of(name)} is for jobs that do not say it by themselves: leave it out"
-            )
+    for setting in changed(options, names):
+        mistakes.add(f"{setting.flag} is for jobs that do not say it by themselves: leave it out")
     mistakes.raise_if_any()
 
 
 def _of_checkpoint(folder: Path) -> MegatronJob:
     if not is_megatron(folder):
-        raise ConfigError(
-            f"{folder} is no checkpoint of Megatron-LM\n  works: a log, or a file with the "
-            "command line of pretrain_gpt.py"
-        )
+        works = ("a log, or a file with the command line of pretrain_gpt.py",)
+        raise ConfigError(Mistake(f"{folder} is no checkpoint of Megatron-LM", works=works))
     from fivefold.convert.megatron import MegatronFolder
 
     return job_of(MegatronFolder(megatron_checkpoint(folder, None)).arguments)

@@ -12,15 +12,16 @@ from itertools import islice
 from math import inf
 from pathlib import Path
 from shlex import quote
+from typing import Annotated
 
 from fivefold.check import check
 from fivefold.cli.auto_layout import ranks_for_gpus, with_layout
 from fivefold.cli.helps import DEVICE_HELP, NPROC_HELP, RECIPE_HELP
 from fivefold.cli.style import note
 from fivefold.cli.train import ranks, recipe_name
-from fivefold.config.settings import argument, option
+from fivefold.config.settings import Allowed, Count, Positive, argument, option
 from fivefold.config.sources import Loaded, load_consistent, to_toml
-from fivefold.errors import ConfigError, FivefoldError, Mistakes
+from fivefold.errors import ConfigError, FivefoldError
 from fivefold.files import telling_unwritable, write_atomic
 from fivefold.layout import Layout
 from fivefold.learn.posterior import half_width
@@ -44,6 +45,7 @@ from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.units import human_seconds, table
 
 EACH = 8  # layouts of a machine that are looked at
+TrialSteps = Annotated[int, Allowed(lambda v: v >= 2, "at least 2")]
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,16 @@ class Options:
     """
 
     recipe: str | None = argument(RECIPE_HELP, None)
-    nproc: int | None = option(None, f"{NPROC_HELP} (default: 1)")
+    nproc: Count | None = option(None, f"{NPROC_HELP} (default: 1)")
     device: Asked = option("auto", f"where to train; {DEVICE_HELP}")
     cluster: str | None = option(
         None, "kind of GPU, or TOML file of a cluster, to begin with (default: measures this one)"
     )
-    trial_steps: int = option(5, "steps of a layout's first trial; the first is not counted")
-    run_steps: float = option(
+    trial_steps: TrialSteps = option(5, "steps of a layout's first trial; the first is not counted")
+    run_steps: Positive = option(
         10_000.0, "steps of the runs to come: a trial is worth its time if they gain as much"
     )
-    max_trials: int = option(24, "most layouts to try")
+    max_trials: Count = option(24, "most layouts to try")
     out: str | None = option(
         None, "folder for recipe.toml, machine.toml and trials.json (default: tuned-RECIPE)"
     )
@@ -76,7 +78,8 @@ def run(argv: Sequence[str]) -> int:
     loaded = load_consistent(argv, Options, note)
     loaded = replace(loaded, config=with_home(loaded.config))
     options, config = loaded.options, loaded.config
-    _check_options(options)
+    if (launcher := read_rank_env().launcher) != "single":
+        raise ConfigError(f"tune starts ranks itself, and {launcher} has started this one")
     world = ranks(options.nproc)
     config = with_fetched(config, note)
     loaded = replace(loaded, config=config)
@@ -111,20 +114,6 @@ def run(argv: Sequence[str]) -> int:
     _write(out, tuning, best)
     print("\n".join(_result(tuning, best, out, world)))
     return 0
-
-
-def _check_options(options: Options) -> None:
-    mistakes = Mistakes()
-    if options.trial_steps < 2:
-        what = f"--trial-steps must be at least 2, not {options.trial_steps}: the first is left out"
-        mistakes.add(what, works=("--trial-steps 5",))
-    if not 0 < options.run_steps < inf:
-        mistakes.add(f"--run-steps must be a positive number, not {options.run_steps}")
-    if options.max_trials < 1:
-        mistakes.add(f"--max-trials must be at least 1, not {options.max_trials}")
-    if (launcher := read_rank_env().launcher) != "single":
-        mistakes.add(f"tune starts ranks itself, and {launcher} has started this one")
-    mistakes.raise_if_any()
 
 
 def _machine(cluster: str | None, world: int, device: Asked, out: Path) -> Cluster:

@@ -9,7 +9,7 @@ from fivefold.cli.helps import DEVICE_HELP, JSON_HELP, NPROC_HELP, RECIPE_HELP
 from fivefold.cli.style import note
 from fivefold.cli.verdict import tell
 from fivefold.config.rules.graph import check_graph_device
-from fivefold.config.settings import argument, option
+from fivefold.config.settings import Count, argument, option
 from fivefold.config.sources import load
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.expert.deepep_rules import check_deepep
@@ -30,7 +30,7 @@ class Options:
     """
 
     recipe: str | None = argument(RECIPE_HELP, None)
-    nproc: int = option(1, NPROC_HELP)
+    nproc: Count = option(1, NPROC_HELP)
     device: Asked = option("auto", f"where to run; {DEVICE_HELP}")
     steps: int | None = option(
         None, "optimizer steps to compare (default: 3, or 4 of which the last replays a graph)"

@@ -6,11 +6,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
 from fivefold.cli.helps import RUN_HELP
-from fivefold.config.settings import argument, option
+from fivefold.config.settings import Allowed, argument, option
 from fivefold.config.sources import load_options
-from fivefold.errors import ConfigError, DataError
+from fivefold.errors import DataError
 from fivefold.report.facts import facts
 from fivefold.report.settings import run_config
 from fivefold.report.story import Story, read_story
@@ -23,6 +24,7 @@ AT_LEAST = 60.0
 """Seconds for which a run may be silent in any case: it may save or evaluate."""
 EVENTS = 6  # latest ones
 LONGEST = 86_400.0  # seconds between looks
+Interval = Annotated[float, Allowed(lambda v: 0 < v <= LONGEST, f"in (0, {LONGEST:,.0f}]")]
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,13 @@ class Options:
     """
 
     run: str = argument(RUN_HELP)
-    interval: float = option(2.0, "seconds between looks")
+    interval: Interval = option(2.0, "seconds between looks")
     once: bool = option(False, "look once")
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
-    if not 0 < options.interval <= LONGEST:
-        what = f"--interval must be above 0 and at most {LONGEST:,.0f}, not {options.interval:g}"
-        raise ConfigError(what)
     folder = Path(options.run)
     run_config(folder)
     from rich.console import Console

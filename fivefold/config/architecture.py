@@ -20,6 +20,8 @@ class Architecture:
     vocab_size: Count = option(MISSING, "entries of the vocabulary, before padding")
     num_query_groups: Count | None = option(None, "key/value heads (default: one per query head)")
     kv_channels: Count | None = option(None, "features of a head (default: hidden size / heads)")
+    v_channels: Count | None = option(None, "features of a value head (default: those of a key's)")
+    value_multiplier: Positive = option(1.0, "factor of values, as in MiMo-V2-Flash")
     ffn_hidden_size: Count | None = option(
         None, "inner features of the MLP (default: 4 x hidden size)"
     )
@@ -42,6 +44,11 @@ class Architecture:
     )
     residual_multiplier: Positive = option(
         1.0, "factor of what attention and MLP add to the residual stream, as in Granite"
+    )
+    layer_scalar: Positive | None = option(
+        None,
+        "multiply what each layer makes by a number of its own, which starts at this and is not "
+        "trained, as in Gemma 4; none: there is no such number",
     )
     logits_scaling: Positive = option(1.0, "logits are divided by this, as in Granite")
     softmax_scale: Positive | None = option(
@@ -87,10 +94,11 @@ class Architecture:
     rope_original_max_position_embeddings: Count = option(
         8192, "sequence length before RoPE scaling, in tokens"
     )
-    rope_type: Literal["rope", "yarn", "longrope", "dynamic"] = option(
+    rope_type: Literal["rope", "proportional", "yarn", "longrope", "dynamic"] = option(
         "rope",
-        "rotary positions: unscaled, or stretched to longer contexts with YaRN, LongRoPE, or the "
-        "dynamic NTK of Hugging Face",
+        "rotary positions: unscaled, those of whole heads of which only the first rotary_percent "
+        "turn (proportional), or stretched to longer contexts with YaRN, LongRoPE, or the dynamic "
+        "NTK of Hugging Face",
     )
     rotary_scaling_factor: Positive = option(
         40.0,
@@ -157,6 +165,9 @@ class Architecture:
         "divide each query and key head by its root mean square after RoPE, in layers with RoPE, "
         "as Llama 4 Scout does",
     )
+    v_l2_norm: bool = option(
+        False, "divide each value head by its root mean square, as Gemma 4 does"
+    )
     untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
     hidden_dropout: Share = option(0.0, "dropout of embeddings and of both residual branches")
     attention_dropout: Share = option(0.0, "dropout of attention probabilities")
@@ -171,6 +182,19 @@ class Architecture:
         None,
         "layers with the sliding window: all but every Nth ('2': layers 0, 2, ...), or a list such "
         "as '[1]*3+[0]*1'; none: all",
+    )
+    num_query_groups_local: Count | None = option(
+        None, "key/value heads in layers with a window, as in MiMo-V2-Flash; none: as in others"
+    )
+    kv_channels_local: Count | None = option(
+        None, "features of a head in layers with a window, as in Gemma 4; none: as in others"
+    )
+    keys_as_values: bool = option(
+        False,
+        "layers without a window take keys, as they are projected, for values, too, as in Gemma 4",
+    )
+    softmax_type_local: Literal["vanilla", "learnable"] | None = option(
+        None, "attention softmax in layers with a window; none: as in others"
     )
     attention_chunk_size: Count | None = option(
         None,
@@ -221,6 +245,11 @@ class Architecture:
     moe_router_pre_softmax: bool = option(
         False, "softmax over all experts, rather than only over the chosen ones"
     )
+    moe_router_norm_epsilon: Positive = option(
+        1e-20,
+        "added to the sum that sigmoid scores of several chosen experts are divided by, which is a "
+        "millionth in LFM2",
+    )
     moe_router_topk_scaling_factor: Positive | None = option(
         None, "factor on the weights of the chosen experts; none: 1"
     )
@@ -268,12 +297,12 @@ class Architecture:
         False, "multiply what heads attend to by sigmoid gates that the query projection makes, too"
     )
     experimental_attention_variant: (
-        Literal["gated_delta_net", "kimi_delta_attention", "dsa"] | None
+        Literal["gated_delta_net", "kimi_delta_attention", "short_convolution", "dsa"] | None
     ) = option(
         None,
         "gated_delta_net, kimi_delta_attention: layers with linear attention, as in Qwen3-Next and "
-        "in Kimi Linear; dsa: attention to the tokens that an indexer chooses, as in DeepSeek-V3.2 "
-        "(MLA); none: none of these",
+        "in Kimi Linear; short_convolution: layers with gated short convolutions, as in LFM2; dsa: "
+        "attention to the tokens that an indexer chooses, as in DeepSeek-V3.2 (MLA); none: neither",
     )
     dsa_indexer_n_heads: Count | None = option(None, "heads of dsa's indexer")
     dsa_indexer_head_dim: Count | None = option(
@@ -292,12 +321,10 @@ class Architecture:
     )
     linear_attention_freq: str | None = option(
         None,
-        "layers with linear attention: all but every Nth ('4': layers 0, 1, 2, 4, ...), or a list "
-        "such as '([1]*3+[0]*1)*12'",
+        "layers with linear attention or short convolutions: all but every Nth ('4': layers 0, 1, "
+        "2, 4, ...), or a list such as '([1]*3+[0]*1)*12'",
     )
-    linear_conv_kernel_dim: Count = option(
-        4, "tokens over which linear attention's causal convolution reaches"
-    )
+    linear_conv_kernel_dim: Count = option(4, "tokens over which their causal convolution reaches")
     linear_key_head_dim: Count = option(128, "features of a query or key head of linear attention")
     linear_value_head_dim: Count = option(128, "features of a value head of linear attention")
     linear_num_key_heads: Count = option(16, "query and key heads of linear attention")

@@ -1,29 +1,23 @@
 """What differs between the layers of a model."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
 
 from fivefold.config.architecture import Architecture
-from fivefold.config.layer_pattern import (
-    Mixer,
-    expert_layers,
-    letters,
-    linear_layers,
-    mixers,
-    unrotated_layers,
-    window_layers,
-)
+from fivefold.config.layer_pattern import Mixer, layers_of, letters, mixers
 from fivefold.config.reach import Reach
 
-OF_LINEAR_ATTENTION = (
-    *("linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim"),
-    *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+OF_CONVOLUTIONS = ("linear_attention_freq", "linear_conv_kernel_dim")
+"""Settings that say something of layers with linear attention or short convolutions only."""
+OF_DELTA_NET = (
+    *("linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
 )
 """Settings that say something of layers with linear attention only."""
+OF_LINEAR_ATTENTION = (*OF_CONVOLUTIONS, *OF_DELTA_NET)
+"""Settings of linear attention."""
 LINEAR_VARIANTS = "gated_delta_net", "kimi_delta_attention"
-"""Values of experimental_attention_variant with which there are some."""
+"""Values of experimental_attention_variant with which there is some."""
 OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Settings that say something of latent attention only, and that Megatron-LM has, too."""
 OF_INDEXER = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
@@ -32,6 +26,8 @@ OF_ITS_LOSS = ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss")
 """Settings that say how it is trained."""
 OF_MAMBA = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
 """Settings that say something of layers with Mamba-2 only."""
+OF_WINDOWS = ("num_query_groups_local", "kv_channels_local", "softmax_type_local")
+"""Settings of attention in layers with a window; without `_local` they are of other layers."""
 IN_BF16 = (
     "first_last_layers_bf16",
     "num_layers_at_start_in_bf16",
@@ -39,18 +35,15 @@ IN_BF16 = (
 )
 """Settings of layers that keep bf16 where others multiply in 8 or 4 bits."""
 
-Each = TypeVar("Each")
-
 
 @dataclass(frozen=True)
 class ByLayer(Architecture):
     """An architecture, and which of its layers have what."""
 
-    def _at(
-        self, layer: int, layers_of: Callable[[str, int], tuple[Each, ...]], pattern: str
-    ) -> Each:
-        """What a pattern says of a layer; those of further predictions are like the last one."""
-        return layers_of(pattern, self.num_layers)[min(layer, self.num_layers - 1)]
+    def _at(self, layer: int, name: str, pattern: str) -> bool:
+        """What the value of a setting says of a layer; those of further predictions are like the
+        last one."""
+        return layers_of(name, pattern, self.num_layers)[min(layer, self.num_layers - 1)]
 
     def mixer_of(self, layer: int) -> Mixer | None:
         """The one mixer of a layer; None: it has attention and an MLP."""
@@ -60,7 +53,9 @@ class ByLayer(Architecture):
         if further and layer >= self.num_layers:
             which = (layer - self.num_layers) % len(further)
             return letters("mtp_hybrid_override_pattern", further)[which]
-        return self._at(layer, mixers, self.hybrid_override_pattern)
+        return mixers(self.hybrid_override_pattern, self.num_layers)[
+            min(layer, self.num_layers - 1)
+        ]
 
     @property
     def mixers_used(self) -> str:
@@ -101,11 +96,12 @@ class ByLayer(Architecture):
         return behind >= 0 and behind % self.prediction_size == 0
 
     def is_linear(self, layer: int) -> bool:
-        """Whether a layer has linear attention or Mamba-2: a state, and no softmax."""
+        """Whether a layer has linear attention, a short convolution or Mamba-2: a state, and no
+        softmax."""
         if self.hybrid_override_pattern is not None:
             return self.mixer_of(layer) == "M"
         freq = self.linear_attention_freq
-        return freq is not None and self._at(layer, linear_layers, freq)
+        return freq is not None and self._at(layer, "linear_attention_freq", freq)
 
     def is_softmax(self, layer: int) -> bool:
         """Whether a layer has attention with a softmax."""
@@ -113,8 +109,10 @@ class ByLayer(Architecture):
 
     @property
     def has_linear_layers(self) -> bool:
-        """Whether layers have linear attention or Mamba-2."""
-        return self.has_linear_attention or self.hybrid_override_pattern is not None
+        """Whether layers have linear attention, short convolutions or Mamba-2."""
+        convolves = self.experimental_attention_variant == "short_convolution"
+        hybrid = self.hybrid_override_pattern is not None
+        return self.has_linear_attention or convolves or hybrid
 
     @property
     def has_linear_attention(self) -> bool:
@@ -140,8 +138,18 @@ class ByLayer(Architecture):
         """How many tokens before itself a token of a layer attends to; None: all."""
         if self.window_size is None or self.window_attn_skip_freq is None:
             return self.window_size
-        limited = self._at(layer, window_layers, self.window_attn_skip_freq)
+        limited = self._at(layer, "window_attn_skip_freq", self.window_attn_skip_freq)
         return self.window_size if limited else None
+
+    @property
+    def has_local_sizes(self) -> bool:
+        """Whether attention has other weights in layers with a window than in others."""
+        return self.keys_as_values or any(getattr(self, name) is not None for name in OF_WINDOWS)
+
+    def is_local(self, layer: int) -> bool:
+        """Whether a layer has a window, and attention of its own for that: sizes, or RoPE."""
+        own = self.rotary_base_local is not None or self.has_local_sizes
+        return own and self.window_of(layer) is not None
 
     def reach_of(self, layer: int) -> Reach:
         """How far back the tokens of a layer attend."""
@@ -154,7 +162,7 @@ class ByLayer(Architecture):
             return False
         if self.no_rope_freq is None:
             return self.position_embedding_type == "rope"
-        return not self._at(layer, unrotated_layers, self.no_rope_freq)
+        return not self._at(layer, "no_rope_freq", self.no_rope_freq)
 
     def tempers(self, layer: int) -> bool:
         """Whether a layer multiplies queries by factors of their positions."""
@@ -180,7 +188,7 @@ class ByLayer(Architecture):
         if self.hybrid_override_pattern is not None:
             return self.mixer_of(layer) == "E"
         has = self.num_experts is not None
-        return has and self._at(layer, expert_layers, self.moe_layer_freq)
+        return has and self._at(layer, "moe_layer_freq", self.moe_layer_freq)
 
     def is_wide(self, layer: int) -> bool:
         """Whether linear layers of a layer keep bf16 where those of others have 8 bits: of the

@@ -84,11 +84,40 @@ class Config:
         """Tokens that attend to each other, on average over tokens: of a document, or of a row."""
         return min(self.data.document_length or self.training.seq_length, self.training.seq_length)
 
-    def gathers_latents(self, layer: int) -> bool:
-        """Whether context-parallel ranks gather a layer's latents, not its keys and values."""
-        gathered = self.parallel.cp_comm_of(layer) == "all_gather"
-        latent = self.model.multi_latent_attention and self.model.is_softmax(layer)
-        return latent and gathered and self.parallel.context_parallel_size > 1
+    def keeps_latents(self, layer: int) -> bool:
+        """Whether a layer's attention keeps latents, not keys and values: those of its rank where
+        context-parallel ranks gather them, or where it reads those of chosen tokens alone."""
+        softmax = self.model.is_softmax(layer)
+        return softmax and self.keeps_latents_by(self.parallel.cp_comm_of(layer))
+
+    def keeps_latents_by(self, kind: str) -> bool:
+        """The same of layers with a softmax, whose ranks communicate by this `cp_comm_type`."""
+        gathered = kind == "all_gather" and self.parallel.context_parallel_size > 1
+        return self.model.multi_latent_attention and (gathered or self.reads_chosen)
+
+    def projects_latents(self, layer: int) -> bool:
+        """Whether it makes keys and values of all latents again in its backward."""
+        return self.keeps_latents(layer) and not self.reads_chosen
+
+    @property
+    def reads_chosen(self) -> bool:
+        """Whether attention to chosen tokens (dsa) reads the latents of these alone, rather than
+        keys and values of all with a mask.
+
+        It does where that multiplies less. It does not where the indexer's loss is over all tokens,
+        of which all scores are needed; where the up-projection has a bias, an adapter or operands
+        of 8 or 4 bits.
+        """
+        model = self.model
+        if not model.is_sparse or model.add_bias_linear or self.narrow_products:
+            return False
+        if model.adapts("kv_b_proj"):
+            return False
+        if model.trains_indexer and not model.dsa_indexer_use_sparse_loss:
+            return False
+        of_chosen = model.indexer.topk * (2 * model.kv_lora_rank + model.qk_pos_emb_head_dim)
+        of_all = self.training.seq_length / 2 * (model.query_dim + model.value_dim)
+        return of_chosen < of_all
 
     def gathers_weights(self, strategy: str | None = None) -> bool:
         """Whether FSDP2 gathers weights in the compute type: from shards, or, where some masters

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
-from fivefold.config.settings import Count, option
+from fivefold.config.settings import Count, Probability, option
 
 MOCK = "mock"
 """The data path of numbers that are made up."""
 IGNORED = -100
 """The label of a token that the loss ignores, as in torch."""
+FIM_TOKENS = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token")
+"""Settings of what is put into rearranged documents."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,28 @@ class DataConfig:
         False,
         "data_path holds conversations: the tokenizer's chat template, loss on answers alone",
     )
+    fim_data: bool = option(
+        False,
+        "rearrange documents as prefix, suffix and middle, so that the model learns to fill in",
+    )
+    fim_rate: Probability = option(0.5, "share of the documents in samples that are rearranged")
+    fim_spm_rate: Probability = option(
+        0.5, "share of the rearranged documents whose suffix comes before their prefix"
+    )
+    fim_split_sample: str | None = option(
+        None,
+        "token between the parts of a document, such as the files of a repository, each of which "
+        "is rearranged by itself",
+    )
+    fim_fragment_rate: Probability | None = option(
+        None, "share of the parts that are rearranged, of documents with fim_split_sample"
+    )
+    fim_no_prefix: str | None = option(
+        None, "beginning of documents, and of parts, that stay as they are"
+    )
+    fim_prefix_token: str = option("<fim_prefix>", "token before the prefix")
+    fim_middle_token: str = option("<fim_middle>", "token before the middle")
+    fim_suffix_token: str = option("<fim_suffix>", "token before the suffix")
     reset_position_ids: bool = option(True, "count positions from each document's start")
     reset_attention_mask: bool = option(True, "let no token attend beyond its document")
     eod_mask_loss: bool = option(

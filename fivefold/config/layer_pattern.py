@@ -1,9 +1,10 @@
 """Parses moe_layer_freq, window_attn_skip_freq and the like: which layers have something."""
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
+from types import MappingProxyType
 from typing import Literal, cast, get_args
 
 from fivefold.config.settings import flag_of
@@ -16,54 +17,35 @@ Mixer = Literal["M", "*", "-", "E"]
 """What a layer of a hybrid model consists of: Mamba-2, attention, an MLP, or experts."""
 
 
+_EVERY: Mapping[str, Callable[[int, int], bool]] = MappingProxyType(
+    {
+        "moe_layer_freq": lambda layer, number: layer % number == 0,
+        "window_attn_skip_freq": lambda layer, number: (layer + 1) % number != 0,
+        "linear_attention_freq": lambda layer, number: (layer + 1) % number != 0,
+        "no_rope_freq": lambda layer, number: (layer + 1) % number == 0,
+    }
+)
+"""Setting -> whether a layer has what it is about, where its value is a whole number: layers 0, N,
+2N, ... have experts; all but N-1, 2N-1, ... a window, or linear attention; and these no RoPE."""
+
+
 @lru_cache(maxsize=256)
-def expert_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has experts.
+def layers_of(name: str, freq: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has what a setting is about: experts, a window, linear attention, no RoPE.
 
     Args:
-        freq: whole number N (layers 0, N, 2N, ... have experts), or list expression of 0 and 1 such
-            as "[0]*3+[1]*58" or "([0]+[1]*3)*4", with one entry per layer.
+        name: the setting, such as "moe_layer_freq".
+        freq: its value: a whole number, or a list expression of 0 and 1 with one entry per layer,
+            such as "[0]*3+[1]*58" or "([0]+[1]*3)*4".
         num_layers: number of layers of the model.
 
     Raises:
         ConfigError: `freq` is neither, or has a different number of entries.
     """
-    value = _read("moe_layer_freq", freq, num_layers)
+    value = _read(name, freq, num_layers)
     if isinstance(value, int):
-        return tuple(layer % value == 0 for layer in range(num_layers))
+        return tuple(_EVERY[name](layer, value) for layer in range(num_layers))
     return value
-
-
-@lru_cache(maxsize=256)
-def window_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer's attention has a window.
-
-    Args:
-        freq: whole number N (all but every Nth layer have one: layers N-1, 2N-1, ... attend to
-            everything), or list expression as in `expert_layers`.
-        num_layers: number of layers of the model.
-
-    Raises:
-        ConfigError: `freq` is neither, or has a different number of entries.
-    """
-    value = _read("window_attn_skip_freq", freq, num_layers)
-    return _all_but_every(value, num_layers) if isinstance(value, int) else value
-
-
-@lru_cache(maxsize=256)
-def linear_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has linear attention.
-
-    Args:
-        freq: whole number N (all but layers N-1, 2N-1, ... have it), or list expression as in
-            `expert_layers`.
-        num_layers: number of layers of the model.
-
-    Raises:
-        ConfigError: `freq` is neither, or has a different number of entries.
-    """
-    value = _read("linear_attention_freq", freq, num_layers)
-    return _all_but_every(value, num_layers) if isinstance(value, int) else value
 
 
 @lru_cache(maxsize=256)
@@ -101,36 +83,20 @@ def letters(name: str, pattern: str) -> tuple[Mixer, ...]:
 
 
 def window_frequency(has_window: Sequence[bool]) -> str:
-    """The inverse of `window_layers`: a number if possible, else a sum of runs.
+    """The value for layers with a window, or with linear attention: a number if possible, else a
+    sum of runs.
 
     >>> window_frequency([True, False, True])
     '2'
     """
     for number in range(2, len(has_window) + 2):
-        if _all_but_every(number, len(has_window)) == tuple(has_window):
+        if layers_of("window_attn_skip_freq", str(number), len(has_window)) == tuple(has_window):
             return str(number)
     return runs(has_window)
 
 
-@lru_cache(maxsize=256)
-def unrotated_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer's attention is without RoPE.
-
-    Args:
-        freq: whole number N (layers N-1, 2N-1, ...), or list expression as in `expert_layers`.
-        num_layers: number of layers of the model.
-
-    Raises:
-        ConfigError: `freq` is neither, or has a different number of entries.
-    """
-    value = _read("no_rope_freq", freq, num_layers)
-    if isinstance(value, int):
-        return tuple(not turned for turned in _all_but_every(value, num_layers))
-    return value
-
-
 def unrotated_frequency(unrotated: Sequence[bool]) -> str | None:
-    """The inverse of `unrotated_layers`; None if all layers have RoPE.
+    """The value for layers without RoPE; None if all layers have it.
 
     >>> unrotated_frequency([False, True, False, False])
     '[0]*1+[1]*1+[0]*2'
@@ -139,10 +105,6 @@ def unrotated_frequency(unrotated: Sequence[bool]) -> str | None:
         return None
     number = window_frequency([not without for without in unrotated])
     return number if number.isdigit() else runs(unrotated)
-
-
-def _all_but_every(number: int, num_layers: int) -> tuple[bool, ...]:
-    return tuple((layer + 1) % number != 0 for layer in range(num_layers))
 
 
 def _read(name: str, freq: str, num_layers: int) -> int | tuple[bool, ...]:
@@ -164,7 +126,7 @@ def _read(name: str, freq: str, num_layers: int) -> int | tuple[bool, ...]:
 
 
 def layer_frequency(has_experts: Sequence[bool]) -> str:
-    """The inverse of `expert_layers`: "1" if all layers have experts, else a sum of runs.
+    """The value for layers with experts: "1" if all have some, else a sum of runs.
 
     >>> layer_frequency([False, True, True])
     '[0]*1+[1]*2'

@@ -17,6 +17,8 @@ LoraTarget = Literal[
     "kv_b_proj",
     "in_proj_qkvz",
     "in_proj_ba",
+    "in_proj_xc",
+    "in_proj_b",
     "out_proj",
 ]
 OF_ADAPTERS = ("lora_alpha", "lora_target_modules", "use_rslora", "use_dora", "lora_dropout")

@@ -1,12 +1,13 @@
 """Megatron-core's distributed checkpoints: where they lie, and which model their arguments tell."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.config.layer_pattern import expert_layers, unrotated_layers, window_layers
+from fivefold.config.by_layer import OF_WINDOWS
+from fivefold.config.layer_pattern import layers_of
 from fivefold.config.model import ModelConfig
 from fivefold.errors import CheckpointError, ConfigError, Mistake, shown
 from fivefold.files import read_json, read_text
@@ -30,11 +31,18 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
         "layernorm_bias": True,
         "qk_layernorm_type": "per_head",
         "latent_norm_epsilon": None,
+        "moe_router_norm_epsilon": 1e-20,
         "qk_layernorm_after_rope": False,
         "embedding_multiplier": 1.0,
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,
         "rotary_base_local": None,
+        **dict.fromkeys(OF_WINDOWS),
+        "v_channels": None,
+        "value_multiplier": 1.0,
+        "v_l2_norm": False,
+        "keys_as_values": False,
+        "layer_scalar": None,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "attention_chunk_size": None,
@@ -112,30 +120,27 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
     ]
     if model.num_experts is not None:
         has = [model.is_moe(layer) for layer in range(model.num_layers)]
-        lines += _unlike_pattern("moe_layer_freq", expert_layers, has, theirs)
+        lines += _unlike_pattern("moe_layer_freq", has, theirs)
     if model.window_size is not None:
         has = [model.window_of(layer) is not None for layer in range(model.num_layers)]
-        lines += _unlike_pattern("window_attn_skip_freq", window_layers, has, theirs)
+        lines += _unlike_pattern("window_attn_skip_freq", has, theirs)
+    if model.rope_type == "proportional":
+        lines.append("rope_type: proportional, there none that turns a part of whole heads")
     if model.no_rope_freq is not None:
         has = [not model.rotates(layer) for layer in range(model.num_layers)]
-        lines += _unlike_pattern("no_rope_freq", unrotated_layers, has, theirs)
+        lines += _unlike_pattern("no_rope_freq", has, theirs)
         if model.qk_l2_norm and theirs.get("qk_l2_norm"):
             lines.append("qk_l2_norm: of layers with RoPE, there of all (no_rope_freq)")
     return lines
 
 
-def _unlike_pattern(
-    name: str,
-    layers_of: Callable[[str, int], tuple[bool, ...]],
-    ours: list[bool],
-    theirs: Mapping[str, Any],
-) -> Iterator[str]:
+def _unlike_pattern(name: str, ours: list[bool], theirs: Mapping[str, Any]) -> Iterator[str]:
     """What differs in the layers that have something."""
     if theirs.get(name) is None:
         return
     there: tuple[bool, ...] = ()
     with suppress(ConfigError):  # of another number of layers
-        there = layers_of(_written(theirs[name]), len(ours))
+        there = layers_of(name, _written(theirs[name]), len(ours))
     if list(there) != ours:
         yield f"{name}: another one, there {shown(theirs[name])}"
 

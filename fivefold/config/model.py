@@ -4,7 +4,7 @@ it."""
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
-from fivefold.config.by_layer import ByLayer
+from fivefold.config.attention_sizes import AttentionSizes
 from fivefold.config.lora import OF_ADAPTERS, LoraTarget
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
@@ -38,9 +38,10 @@ class StateShape(NamedTuple):
     """Sizes of layers that keep a state: linear attention, or Mamba-2.
 
     Attributes:
-        groups: key heads, or groups of Mamba-2: what ranks split, with all heads that share it.
+        groups: key heads, or groups of Mamba-2 or of a short convolution's features: what ranks
+            split, with all heads that share it.
         heads: value heads, of which equally many share a key head; those of Mamba-2.
-        key: features of a query or key, or of a B or C of Mamba-2.
+        key: features of a query or key, or of a B or C of Mamba-2; none of a short convolution.
         value: features of a head.
         taps: tokens over which the convolution reaches.
     """
@@ -58,12 +59,13 @@ class StateShape(NamedTuple):
 
     @property
     def mixed(self) -> int:
-        """Features that the convolution runs over: queries, keys and values; or x, B and C."""
+        """Features that the convolution runs over: queries, keys and values; or x, B and C; or
+        x."""
         return 2 * self.groups * self.key + self.size
 
 
 @dataclass(frozen=True)
-class ModelConfig(ByLayer):
+class ModelConfig(AttentionSizes):
     """The architecture of a decoder-only transformer, and what follows from its settings."""
 
     @property
@@ -82,20 +84,6 @@ class ModelConfig(ByLayer):
         return self.qk_layernorm and self.qk_layernorm_type == "all_heads"
 
     @property
-    def num_kv_heads(self) -> int:
-        """Key/value heads."""
-        return self.num_query_groups or self.num_attention_heads
-
-    def kv_heads_of(self, ranks: int) -> int:
-        """Key/value heads on each of `ranks` ranks that split the heads: one at least."""
-        return max(self.num_kv_heads // ranks, 1)
-
-    @property
-    def head_dim(self) -> int:
-        """Features of one attention head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
     def ffn_size(self) -> int:
         """Inner features of the MLP."""
         return self.ffn_hidden_size or 4 * self.hidden_size
@@ -108,6 +96,7 @@ class ModelConfig(ByLayer):
             self,
             num_query_groups=None if latent else self.num_kv_heads,
             kv_channels=None if latent else self.head_dim,
+            v_channels=None if latent else self.value_dim,
             ffn_hidden_size=self.ffn_size,
             moe_ffn_hidden_size=self.expert_ffn_size if experts else None,
             mamba_num_heads=self.states.heads if hybrid else None,
@@ -162,57 +151,22 @@ class ModelConfig(ByLayer):
         return -(-self.vocab_size // multiple) * multiple
 
     @property
-    def query_dim(self) -> int:
-        """Features of a query or key head, including rotary ones."""
-        if self.multi_latent_attention:
-            return self.qk_head_dim + self.qk_pos_emb_head_dim
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Features of a value head, and of a head's output."""
-        return self.v_head_dim if self.multi_latent_attention else self.head_dim
-
-    @property
     def latent_epsilon(self) -> float:
         """What norms of MLA's latents add to the variance."""
         return self.latent_norm_epsilon or self.norm_epsilon
 
     @property
-    def rotary_dim(self) -> int:
-        """Features of a query or key head that RoPE rotates."""
-        if self.multi_latent_attention:
-            return self.qk_pos_emb_head_dim
-        return int(self.head_dim * self.rotary_percent)
-
-    @property
-    def q_size(self) -> int:
-        """Features of all query heads together."""
-        return self.num_attention_heads * self.query_dim
-
-    @property
-    def k_size(self) -> int:
-        """Features of all key heads together."""
-        return self.num_kv_heads * self.query_dim
-
-    @property
-    def v_size(self) -> int:
-        """Features of all value heads together."""
-        return self.num_kv_heads * self.value_dim
-
-    @property
-    def query_outputs(self) -> int:
-        """Features that the query projection makes: queries, and of each head a gate's after them
-        (`attention_output_gate`)."""
-        return self.q_size * (1 + self.attention_output_gate)
-
-    @property
     def states(self) -> StateShape:
-        """Sizes of layers with linear attention, or with Mamba-2."""
+        """Sizes of layers with linear attention, with Mamba-2, or with short convolutions, whose
+        features are in as many groups as attention has heads."""
         if self.hybrid_override_pattern is not None:
             heads = self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
             sizes = self.mamba_num_groups, heads, self.mamba_state_dim, self.mamba_head_dim
             return StateShape(*sizes, MAMBA_TAPS)
+        if self.experimental_attention_variant == "short_convolution":
+            groups = self.num_attention_heads
+            size = self.hidden_size // groups
+            return StateShape(groups, groups, 0, size, self.linear_conv_kernel_dim)
         heads, value = self.linear_num_value_heads, self.linear_value_head_dim
         sizes = self.linear_num_key_heads, heads, self.linear_key_head_dim, value
         return StateShape(*sizes, self.linear_conv_kernel_dim)
@@ -229,11 +183,6 @@ class ModelConfig(ByLayer):
     def trains_indexer(self) -> bool:
         """Whether dsa's indexer has a loss."""
         return self.is_sparse and bool(self.dsa_indexer_loss_coeff)
-
-    @property
-    def attention_size(self) -> int:
-        """Features of the outputs of all heads together."""
-        return self.num_attention_heads * self.value_dim
 
     @property
     def expert_ffn_size(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.multimodal import told_of
+from fivefold.config.layer_pattern import runs
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.sparse import V32_SIZES
 from fivefold.errors import ConfigError, Mistake, did_you_mean, shown
@@ -201,6 +202,35 @@ _GEMMA3_4B = ModelConfig(  # its text model
     untie_embeddings_and_output_weights=False,
     window_size=1023,
     window_attn_skip_freq="6",
+)
+_GEMMA4_12B = ModelConfig(  # its text model
+    num_layers=48,
+    hidden_size=3840,
+    num_attention_heads=16,
+    num_query_groups=1,
+    kv_channels=512,
+    ffn_hidden_size=15360,
+    vocab_size=262144,
+    max_position_embeddings=262144,
+    norm_epsilon=1e-6,
+    norm_placement="both",
+    embedding_multiplier=3840**0.5,
+    layer_scalar=1.0,
+    softmax_scale=1.0,
+    final_logit_softcapping=30.0,
+    rotary_base=1000000.0,
+    rotary_base_local=10000.0,
+    rotary_percent=0.25,
+    rope_type="proportional",
+    activation_func="gelu_tanh",
+    qk_layernorm=True,
+    v_l2_norm=True,
+    untie_embeddings_and_output_weights=False,
+    window_size=1023,
+    window_attn_skip_freq="6",
+    num_query_groups_local=8,
+    kv_channels_local=256,
+    keys_as_values=True,
 )
 _OLMO2_7B = ModelConfig(
     num_layers=32,
@@ -589,6 +619,17 @@ PRESETS: Mapping[str, ModelConfig] = {
         embedding_multiplier=5376**0.5,
         softmax_scale=168**-0.5,
     ),
+    "gemma4-12b": _GEMMA4_12B,
+    "gemma4-31b": replace(
+        _GEMMA4_12B,
+        num_layers=60,
+        hidden_size=5376,
+        num_attention_heads=32,
+        num_query_groups=4,
+        ffn_hidden_size=21504,
+        embedding_multiplier=5376**0.5,
+        num_query_groups_local=16,
+    ),
     "olmo2-7b": _OLMO2_7B,
     "olmo2-13b": replace(
         _OLMO2_7B,
@@ -702,6 +743,31 @@ PRESETS: Mapping[str, ModelConfig] = {
         num_attention_heads=48,
         ffn_hidden_size=16384,
         max_position_embeddings=65536,
+    ),
+    "mimo-v2-flash": ModelConfig(
+        num_layers=48,
+        hidden_size=4096,
+        num_attention_heads=64,
+        num_query_groups=4,
+        kv_channels=192,
+        v_channels=128,
+        value_multiplier=0.707,
+        ffn_hidden_size=16384,
+        vocab_size=152576,
+        max_position_embeddings=131072,
+        rotary_base=5000000.0,
+        rotary_base_local=10000.0,
+        rotary_percent=0.334,
+        window_size=128,
+        window_attn_skip_freq=runs([n > 0 and (n + 1) % 6 != 0 for n in range(48)]),
+        num_query_groups_local=8,
+        softmax_type_local="learnable",
+        num_experts=256,
+        moe_router_topk=8,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_ffn_hidden_size=2048,
+        moe_layer_freq="[0]*1+[1]*47",
     ),
     "minimax-m2": ModelConfig(
         num_layers=62,

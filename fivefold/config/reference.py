@@ -13,7 +13,7 @@ from fivefold.config.foreign import FOREIGN, name_of
 from fivefold.config.presets import PRESETS
 from fivefold.config.settings import NONE, Setting, flag_of, settings_of
 from fivefold.config.sources import MODEL, recipe_names
-from fivefold.errors import ConfigError, did_you_mean
+from fivefold.errors import ConfigError, Mistake, did_you_mean
 from fivefold.units import several, wrapped
 
 MAX_WIDTH = 100
@@ -65,10 +65,9 @@ def help_text(verb: str, options: type, stream: TextIO, topic: str | None) -> st
         settings = [*own, *_of(sections)]
         if lines := _named(named, settings, width) or _mentioning(named, settings, width):
             return "\n".join(lines)
-        raise ConfigError(
-            f"fivefold {verb} has no section and no flag {named!r}{_meant(named, settings)}\n"
-            f"  works: fivefold {verb} --help | fivefold {verb} --help all"
-        )
+        what = f"fivefold {verb} has no section and no flag {named!r}{_meant(named, settings)}"
+        works = (f"fivefold {verb} --help", f"fivefold {verb} --help all")
+        raise ConfigError(Mistake(what, works=works))
     shown = [*sections] if topic == "all" else [name for name in sections if name == topic]
     lines = [] if topic in sections else [*_own_lines(verb, options, own, width)]
     if sections and topic == "all":

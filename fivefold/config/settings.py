@@ -3,7 +3,7 @@
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -30,6 +30,7 @@ Whole = Annotated[int, Allowed(lambda v: v >= 0, "0 or more")]
 Positive = Annotated[float, Allowed(lambda v: v > 0, "positive")]
 NonNegative = Annotated[float, Allowed(lambda v: v >= 0, "0 or more")]
 Share = Annotated[float, Allowed(lambda v: 0 <= v < 1, "in [0, 1)")]
+Probability = Annotated[float, Allowed(lambda v: 0 <= v <= 1, "in [0, 1]")]
 PositiveShare = Annotated[float, Allowed(lambda v: 0 < v <= 1, "in (0, 1]")]
 
 
@@ -179,6 +180,15 @@ class Setting:
             return _quoted(value)
         return str(value).lower() if isinstance(value, bool) else repr(value)
 
+    def beyond(self, value: Any) -> str:
+        """What is wrong with a number that it may not have, or with one of several, as "must be at
+        least 1, not 0"; empty: nothing."""
+        if self.within is None:
+            return ""
+        each = value if isinstance(value, tuple) else (value,)
+        wrong = [one for one in each if one is not None and not self.within.holds(one)]
+        return f"must be {self.within.words}, not {wrong[0]}" if wrong else ""
+
     def is_empty(self, value: object) -> bool:
         """Whether it is an empty text where that means nothing: a path that is empty would be the
         current folder."""
@@ -207,6 +217,17 @@ def settings_of(cls: type) -> Iterator[Setting]:
     hints = get_type_hints(cls, include_extras=True)
     for of in fields(cls):
         yield _setting(of, hints[of.name])
+
+
+def changed(options: Any, names: Collection[str] | None = None) -> list[Setting]:
+    """The settings that are not at their defaults in an object of a settings dataclass.
+
+    Args:
+        options: the object.
+        names: those to look at; None: all.
+    """
+    found = (s for s in settings_of(type(options)) if names is None or s.name in names)
+    return [setting for setting in found if getattr(options, setting.name) != setting.default]
 
 
 def _setting(of: Field, hint: Any) -> Setting:

@@ -200,7 +200,9 @@ def _options(options: type[T], given: Given, mistakes: Mistakes) -> T | None:
                 missing = True
                 add_bad_value(setting.name.upper(), setting, word, mistakes)
         elif not setting.positional and setting.name in given.values:
-            values[setting.name] = given.values[setting.name]
+            values[setting.name] = value = given.values[setting.name]
+            if wrong := setting.beyond(value):
+                mistakes.add(f"{setting.flag} {wrong}")
         elif setting.default is MISSING:
             missing = True
             name = setting.name.upper() if setting.positional else setting.flag

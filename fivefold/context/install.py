@@ -8,11 +8,12 @@ from fivefold.config.parallel import CpCommType
 from fivefold.context.attention import Across, Heads
 from fivefold.context.balance import split
 from fivefold.context.latent import GatheredLatents
+from fivefold.context.sparse import SparseLatents
 from fivefold.context.states import StatesOfHeads
 from fivefold.context.transport import Gather, PeerToPeer
 from fivefold.mesh.groups import Groups
 from fivefold.model.attention.blocks import Sight
-from fivefold.model.attention.grouped_query import Kernel
+from fivefold.model.attention.grouped_query import AttentionBlock, Kernel
 from fivefold.model.batch import Batch
 from fivefold.model.linear_attention.state_layer import StateLayer
 from fivefold.model.shards import MicrobatchShare, Shards
@@ -40,6 +41,19 @@ def install_context_parallel(stage: Stage, kinds: Sequence[CpCommType], groups: 
         if kind == "all_gather" and attention.has_latents:
             assert groups.cp is not None, "one rank needs no context parallelism"
             attention.latent_kernel = GatheredLatents(groups.cp)
+
+
+def install_chosen(stage: Stage, groups: Groups, *, alone: bool) -> None:
+    """Have attention to chosen tokens read the latents of the tokens of all ranks.
+
+    Args:
+        stage: stage of a model with an indexer.
+        groups: process groups of this rank.
+        alone: whether queries read the latents of chosen tokens alone.
+    """
+    for layer in stage.transformer_layers:
+        if isinstance(layer.self_attn, AttentionBlock):
+            layer.self_attn.latent_kernel = SparseLatents(groups.cp, alone)
 
 
 def make_kernel(kind: CpCommType, groups: Groups) -> Kernel:

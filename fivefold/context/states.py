@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.context.attention import Deal, ToHeads, ToTokens
-from fivefold.model.linear_attention.recurrence import attend
 from fivefold.model.linear_attention.state_layer import StateLayer, Within
 
 
@@ -35,6 +34,6 @@ class StatesOfHeads:
         features = mixed.shape[3], rates.shape[3]
         mixed, rates = ToHeads.apply(deal, features, mixed.flatten(2), rates.flatten(2))
         learned = layer.learned(deal.queries(self.group.rank()))
-        out = attend(layer.rule, mixed, rates, learned, layer.group, within.documents)
+        out = layer.states(mixed, rates, learned, layer.group, within.documents)
         back: Tensor = ToTokens.apply(out.flatten(2), deal)
         return back.unflatten(2, (heads, -1))

@@ -311,6 +311,19 @@ class Gather:
         return arrive
 
 
+@dataclass(frozen=True)
+class Alone:
+    """One rank that has all tokens."""
+
+    def forward(self, own: Own) -> Iterator[Keys]:
+        """Its own keys."""
+        yield own.keys(own.kv, own.part.spans)
+
+    def backward(self, own: Own) -> Backward:
+        """Its own keys."""
+        return _joint((yield own.keys(own.kv, own.part.spans)))
+
+
 def _pieces(part: MicrobatchShare) -> list[tuple[Span, int, Span]]:
     """(positions, source rank, indices in its message) of what a rank sees, in row order."""
     found = []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.matching import mismatches
+from fivefold.checkpoint.matching import check_shapes
 from fivefold.checkpoint.tensor_file import write_tensors
 from fivefold.config.config import SETTINGS as OURS
 from fivefold.config.huggingface.adapter import (
@@ -17,6 +17,7 @@ from fivefold.config.huggingface.adapter import (
     PREFIX,
     SETTINGS,
     PeftAdapter,
+    end_of,
     read_adapter,
 )
 from fivefold.config.huggingface.families import FAMILIES
@@ -31,6 +32,8 @@ from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import tensor_names, write_atomic
 from fivefold.model.lora import LORA, MAGNITUDE
 
+_OF_CONVOLUTIONS = "in_proj_xc", "in_proj_b"
+"""Projections of a short convolution that make one where transformers keeps them."""
 _OF_EXPERTS = "gate_proj", "up_proj", "down_proj"
 """Names that PEFT 0.21 maps to the joint parameters that experts have in transformers 5."""
 
@@ -152,8 +155,7 @@ def open_adapter(
     asked = adapter_places(model, places)
     shapes = {place.names[0]: place.their_shape for place in asked.values()}
     saved = {name: files.shape(name) for name in files.files}
-    if wrong := mismatches(shapes, saved, ()):
-        raise CheckpointError("\n".join([f"{folder}: {wrong[0]}", *map(str, wrong[1:])]))
+    check_shapes(folder, shapes, saved)
     return files, asked
 
 
@@ -218,6 +220,8 @@ def _joint(model: ModelConfig, kind: str) -> str:
     apart = [name for name in (ours.removesuffix(".") for ours in files.apart) if name in has]
     if any(map(model.adapts, apart)):
         return f"{kind} has several linear layers for {' and '.join(apart)}, with an adapter each"
+    if any(map(model.adapts, _OF_CONVOLUTIONS)) and has.issuperset(_OF_CONVOLUTIONS):
+        return f"{kind} has {' and '.join(_OF_CONVOLUTIONS)} in one linear layer, in_proj"
     if files.joint_mlp and (model.adapts("gate_proj") or model.adapts("up_proj")):
         return f"{kind} has gate_proj and up_proj in one linear layer, which has one adapter"
     return ""
@@ -227,7 +231,7 @@ def _settings(
     model: ModelConfig, tensors: Mapping[str, Tensor], base: str | None
 ) -> dict[str, Any]:
     """What PEFT asks for."""
-    targets = {name.split(LORA)[0].rpartition(".")[2] for name in tensors}
+    targets = {end_of(name.split(LORA)[0]) for name in tensors}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

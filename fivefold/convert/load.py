@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.matching import mismatches
+from fivefold.checkpoint.matching import check_shapes
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.adapter import PeftAdapter
 from fivefold.config.megatron import is_megatron
@@ -69,8 +69,7 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
         for name in names
         if name in asked or not (harmless(hub.how, model, name) or 0 in hub.shape(name))
     }
-    if wrong := mismatches(asked, saved, ()):
-        raise CheckpointError("\n".join([f"{hub.path}: {wrong[0]}", *map(str, wrong[1:])]))
+    check_shapes(hub.path, asked, saved)
     return places
 
 

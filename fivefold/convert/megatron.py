@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.checkpoint.index import SavedTensor, read_foreign_index
-from fivefold.checkpoint.matching import mismatches
+from fivefold.checkpoint.matching import check_shapes
 from fivefold.config.huggingface.family import Tensors
 from fivefold.config.megatron import unlike
 from fivefold.config.model import ModelConfig
@@ -111,9 +111,7 @@ class MegatronFolder(MegatronTensors):
         }
         asked = {name: place.their_shape for place in places.values() for name in place.names}
         saved = {name: self.shape(name) for name in self._where}
-        if wrong_ones := mismatches(asked, saved, ()):
-            first, *others = map(str, wrong_ones)
-            raise CheckpointError("\n".join([f"{self.path}: {first}", *others]))
+        check_shapes(self.path, asked, saved)
         return places
 
     def _padded(self, place: Stored, model: ModelConfig, told: Mapping[str, Any]) -> Stored:

@@ -87,7 +87,7 @@ class Stored:
 def stored_tensors(
     files: Tensors, model: ModelConfig, *, neighbours: bool = True
 ) -> dict[str, Stored]:
-    """Every parameter and router bias of a model, by our names.
+    """Every parameter of a model, router's bias and number of a layer, by our names.
 
     Args:
         files: how they hold tensors.
@@ -95,21 +95,22 @@ def stored_tensors(
         neighbours: whether rotary features are stored as pairs of neighbours (`rope_interleave` of
             a config.json), where the family leaves that open.
     """
-    shapes = dict(parameter_shapes(model)) | dict(_expert_biases(model))
+    shapes = dict(parameter_shapes(model)) | dict(_buffers(model))
     pairs = neighbours if files.pairs is None else files.pairs
     moved = pairs != model.rotary_interleaved
     return {name: _place(files, model, name, shape, moved) for name, shape in shapes.items()}
 
 
-def _expert_biases(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    if not model.moe_router_enable_expert_bias or model.num_experts is None:
-        return
+def _buffers(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """What is stored beside parameters: biases of routers, and what layers are multiplied by."""
     layers = {f"layers.{layer}.": layer for layer in range(model.num_layers)}
     for depth in range(model.prediction_sets):
         layers |= prediction_prefixes(model, depth)
     for where, layer in layers.items():
-        if model.is_moe(layer):
-            yield f"{where}mlp.router.expert_bias", (model.num_experts,)
+        if model.moe_router_enable_expert_bias and model.is_moe(layer):
+            yield f"{where}mlp.router.expert_bias", (model.num_experts or 0,)
+        if model.layer_scalar is not None:
+            yield f"{where}layer_scalar", (1,)
 
 
 def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: bool) -> Stored:
@@ -129,6 +130,7 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: b
         return _linear_attention(files, model, name, place)
     if ".indexer." in name:
         return replace(place, rows=_of_indexer(files, model, name, shape[0]))
+    model = model.as_in(_layer_of(model, name))
     if model.attention_output_gate and ".self_attn.q_proj." in name:
         place = _queries_and_gates(files, model, place)
     joint = _joint(files, model, name, shape)
@@ -138,6 +140,12 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: b
         place = replace(place, rows=turned if place.rows is None else place.rows[turned])
     linear = not of_bias and "embed" not in name
     return replace(place, transposed=files.transposed and linear)
+
+
+def _layer_of(model: ModelConfig, name: str) -> int:
+    """The layer of a parameter; those of all predictions are alike."""
+    layer = re.match(r"layers\.(\d+)\.", name)
+    return model.num_layers if layer is None else int(layer[1])
 
 
 def _queries_and_gates(files: Tensors, model: ModelConfig, place: Stored) -> Stored:
@@ -157,8 +165,14 @@ def _queries_and_gates(files: Tensors, model: ModelConfig, place: Stored) -> Sto
 
 def _linear_attention(files: Tensors, model: ModelConfig, name: str, place: Stored) -> Stored:
     """What is here key head by key head: the convolution, and projections of which families have
-    several."""
+    several; or of a short convolution, whose projections are one there, of B, C and x."""
     sizes = model.states
+    if model.experimental_attention_variant == "short_convolution":
+        if "conv1d." in name:
+            return replace(place, axis=-3)
+        gates, *others = _parts(model, [sizes.value] * 3)
+        rows = torch.cat(others[::-1], dim=1) if "in_proj_xc." in name else gates
+        return replace(place, rows=rows.flatten(), of=3 * model.hidden_size)
     values = sizes.heads // sizes.groups
     widths = [*[sizes.key] * 2, *[values * sizes.value] * 2]
     if "in_proj_ba." in name:
@@ -211,15 +225,13 @@ def _parts(model: ModelConfig, widths: Sequence[int]) -> list[Tensor]:
 
 def _experts(files: Tensors, model: ModelConfig, name: str, place: Stored) -> Stored:
     """Experts one by one, or together."""
-    if files.experts == "together":
-        joint = _joint(files, model, name, place.shape[1:])
-        return place if joint is None else replace(place, rows=joint[0], of=joint[1])
     if files.experts == "each":
         assert model.num_experts is not None
         names = tuple(place.names[0].replace("{e}", str(e)) for e in range(model.num_experts))
         return replace(place, names=names, by_expert=True)
-    place = replace(place, transposed=not name.endswith("bias"))
-    if "down_proj" in name:
+    transposed = files.experts != "together" and not name.endswith("bias")
+    place = replace(place, transposed=transposed)
+    if "down_proj" in name or not model.gated_linear_unit:
         return place
     inner = model.expert_ffn_size
     gate, up = torch.arange(2 * inner).chunk(2)
@@ -337,7 +349,9 @@ def numbers_beside(files: Tensors, names: Iterable[str]) -> dict[str, tuple[str,
     }
 
 
-_LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba.", "in_proj_qkv."
+_LINEAR_ATTENTION = (
+    *("conv1d.", "in_proj_qkvz.", "in_proj_ba.", "in_proj_qkv.", "in_proj_xc.", "in_proj_b."),
+)
 _MAMBA = "conv1d.", "in_proj_xbcz.", "in_proj_dt."
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,4 +62,5 @@ class TensorFiles:
             yield
         except (SafetensorError, OSError) as error:
             told = unread_tensors(self.files[name], error)
-            raise CheckpointError(f"{self.folder} does not give {name}\n  {told}") from None
+            what, why = f"{self.folder} does not give {name}", (told.what, *told.why)
+            raise CheckpointError(replace(told, what=what, why=why)) from None

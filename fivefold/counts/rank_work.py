@@ -28,6 +28,7 @@ from fivefold.description.running import Running
 from fivefold.description.shape import has_final_norm, layer_weights, placed_layers
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
+from fivefold.model.attention.blocks import flash_takes
 
 
 def kept_activations(
@@ -37,8 +38,7 @@ def kept_activations(
     rows: StepRows | None,
     *,
     packed: bool,
-    one_call: bool,
-    on_host: bool,
+    on_gpu: bool,
 ) -> float:
     """Activation bytes that one forward of a stage keeps on a rank.
 
@@ -48,8 +48,8 @@ def kept_activations(
         stage: index of the stage in the split.
         rows: rows of each layer in the step; None: expected rows with evenly used experts.
         packed: whether rows hold several documents.
-        one_call: whether one kernel attends to several documents, or chunks of them.
-        on_host: whether to include offloaded bytes.
+        on_gpu: whether a GPU runs it: one kernel may then attend to several documents, or chunks of
+            them, and offloaded bytes are elsewhere.
     """
     config, parts = layout.config, layout.split.stages[stage]
     memory, model = layout.memory_of(stage), config.model
@@ -81,7 +81,7 @@ def kept_activations(
     small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
     layers = dict(remade_layers(layout, stage))
     copies = sum(
-        _copies(layout, layer, running, packed=packed, one_call=one_call)
+        _copies(layout, layer, running, packed=packed, on_gpu=on_gpu)
         for layer, remade in layers.items()
         if not (remade.whole or {"core_attn", "a2a_overlap_attn"} & {*remade.modules})
     )
@@ -93,7 +93,7 @@ def kept_activations(
         kept += 8.0 * (repeats and model.num_experts is not None)
     if model.attention_dropout:  # not saved tensors, which recomputation would free
         places += sum(map(model.is_softmax, layers))
-    return tokens * (kept + (total(saved).offloaded if on_host else 0.0)) + 8.0 * places
+    return tokens * (kept + (0.0 if on_gpu else total(saved).offloaded)) + 8.0 * places
 
 
 def _dropout_places(layout: Layout, layers: Mapping[int, Remade]) -> int:
@@ -121,33 +121,35 @@ def _asks_for_indices(model: ModelConfig, layer: int, remade: Remade) -> bool:
     return remade.whole or not {"a2a_overlap_attn", *mlp}.isdisjoint(remade.modules)
 
 
-def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, one_call: bool) -> float:
+def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, on_gpu: bool) -> float:
     """Elements per token that attention keeps twice.
 
     Outputs of several documents or chunks are joined where no kernel takes them in one call. Where
     the output projection keeps 8 bits of what it reads, attention counts its own.
     """
-    model, grid = layout.config.model, layout.grid
+    model, grid = layout.config.model.as_in(layer), layout.grid
     if grid.cp > 1 or not model.is_softmax(layer):
         return 0.0
     gated = model.attention_output_gate  # which keeps the output whatever the projection does
     read = gated or model.trains_all or model.reads_shared("o_proj")
     shared = gated or not running.of_kind(layer_kind(model, layer)).narrows()
-    output = model.attention_size / grid.tp * (read and shared and not _is_moved(layout))
+    output = model.attention_size / grid.tp * (read and shared and not _is_moved(layout, model))
     reach, length = model.reach_of(layer), layout.config.training.seq_length
     several = packed or not Reach(chunk=reach.chunk).is_whole(length)
     whole = Reach(reach.window).is_whole(length)
     fused = model.query_dim == model.value_dim and model.softmax_type == "vanilla"
     fused = fused and not model.attention_dropout and model.attn_logit_softcapping is None
     fused = fused and not layout.config.optimizer.notes_logits
+    halves = ELEMENT_BYTES[layout.config.training.precision] == 2
+    one_call = on_gpu and halves and flash_takes(model.query_dim)
     joined = several and not one_call and whole and fused
     return output if joined else 0.0
 
 
-def _is_moved(layout: Layout) -> bool:
+def _is_moved(layout: Layout, model: ModelConfig) -> bool:
     """Whether outputs of attention are offloaded with it: then they count there."""
     config, memory = layout.config, layout.config.memory
-    features = config.model.attention_size / layout.grid.tp
+    features = model.attention_size / layout.grid.tp
     size = ELEMENT_BYTES[config.training.precision] * features * config.rank_tokens
     return "core_attn" in memory.moved_items and size >= memory.min_offloaded_tensor_size
 
@@ -219,6 +221,8 @@ class _Products:
     def of_layer(self, layer: int, remade: Remade) -> tuple[float, float]:
         """Products per token of a step, and of one forward, without experts."""
         sizes, model = _linear_weights(self._layout, layer), self._model
+        if self._layout.config.reads_chosen:
+            del sizes["self_attn.kv_b_proj.weight"]  # multiplied within attention
         stops = remade.ends_group and not describe_layer(model, layer).keeps_end
         again = remade.whole
         weights = describe_layer(model, layer).weights
@@ -238,7 +242,7 @@ class _Products:
             passes -= self._last_tile * sum(sizes[name] for name in tiled)
         elif stops:
             passes -= sum(sizes[name] for name in sizes if ends(name, "layer"))
-        if self._layout.config.gathers_latents(layer):
+        if self._layout.config.projects_latents(layer):
             _, got = seen_shares(self._layout, self._cp_rank, model.reach_of(layer))
             # Of all latents, in the forward; the backward projects again for dX and dW.
             around = "a2a_overlap_attn" in remade.modules  # counted with the other projections

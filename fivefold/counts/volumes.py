@@ -149,7 +149,9 @@ class _Volumes:
         if not self.model.trains_indexer:
             return 0.0
         cores = (self._layer(n).one(SparseAttention) for n, _ in self._layers_of(stage))
-        numbers = self.microbatches * sum(core.summed(self.running) for core in cores)
+        numbers = self.microbatches * sum(
+            core.summed(self.running, self.at["cp"]) for core in cores
+        )
         return wire_bytes("all_reduce", numbers * max(self.element, 4), self.tp)
 
     def _layers_of(self, stage: int) -> Iterator[tuple[int, Running]]:
@@ -232,7 +234,7 @@ class _Volumes:
                     yield self._states(layer, self.recomputed[stage], layer in whole)
                 if not model.is_softmax(layer):
                     continue
-                kind = self.parallel.cp_comm_of(layer)
+                kind, own = self.parallel.cp_comm_of(layer), model.as_in(layer)
                 gathered, core = kind == "all_gather", self._layer(layer).one(CoreAttention)
                 # A ring accumulates gradients in flight, in the master dtype; others at the target.
                 volumes = partial(
@@ -242,7 +244,7 @@ class _Volumes:
                     key_value=self.tokens * core.key_value_features(self.tp, gathered=gathered),
                     element=self.element,
                     grad_element=self.element if gathered else self.master,
-                    key_value_heads=model.kv_heads_of(self.tp),
+                    key_value_heads=own.kv_heads_of(self.tp),
                     inner=sizes[0] if sizes else 1,
                     seen=seen_shares(
                         self.layout,
@@ -251,8 +253,8 @@ class _Volumes:
                         sizes[0] if kind == "a2a+p2p" else 1,
                     ),
                 )
-                queries = self.tokens * model.q_size / self.tp
-                both = queries + self.tokens * model.attention_size / self.tp
+                queries = self.tokens * own.q_size / self.tp
+                both = queries + self.tokens * own.attention_size / self.tp
                 once = volumes(query=both)
                 # Recomputing a kernel alone stops at its result, which is not sent again.
                 again = volumes(query=queries if layer in kernels else both).forward
@@ -346,8 +348,8 @@ class _Volumes:
         operations = described.operations
         sent = [op.tensor_features(sequence_parallel=sequence) for op in operations]
         forward, backward = (sum(features) for features in zip(*sent, strict=True))
-        if sequence and self.layout.config.gathers_latents(layer):
-            backward -= self.model.kv_lora_rank  # the gathered latent is kept
+        if sequence and self.model.trains_all and self.layout.config.keeps_latents(layer):
+            backward -= self.model.kv_lora_rank  # for dW: the gathered latent is kept
         if not sequence:
             return forward, backward
         how = (running or self.running).of_kind(described.kind)

@@ -3,9 +3,10 @@
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from fivefold.data.indexed import CHECKSUMS, IndexedTokens
-from fivefold.errors import DataError
+from fivefold.errors import DataError, Mistake
 from fivefold.once import once
 
 
@@ -22,12 +23,15 @@ def cached(*paths: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(f"{error}{_remedy(*paths)}") from error
+        (mistake,), remedy = error.mistakes, _remedy(*paths)
+        why = (*mistake.why, *remedy.why)
+        raise DataError(replace(mistake, why=why, attempt=remedy.attempt)) from error
 
 
-def _remedy(*paths: str) -> str:
-    what = "it is in the cache, and is made again when it is not there"
-    return f"\n  {what}\n  try:   rm -rf {shlex.join(paths)}"
+def _remedy(*paths: str) -> Mistake:
+    """What is to be said after what is wrong with cached files."""
+    why = "it is in the cache, and is made again when it is not there"
+    return Mistake("", (why,), attempt=f"rm -rf {shlex.join(paths)}")
 
 
 @contextmanager
@@ -38,7 +42,6 @@ def prepared_once(path: str, tell: Callable[[str], None]) -> Iterator[bool]:
         with once(path, lambda: tell(waiting)) as missing:
             yield missing
     except OSError as error:  # those of reading are DataErrors already
-        raise DataError(
-            f"cannot write {path}: {error.strerror or error}\n"
-            "  works: --data-cache-path with a folder that can be written and has room"
-        ) from error
+        what = f"cannot write {path}: {error.strerror or error}"
+        works = ("--data-cache-path with a folder that can be written and has room",)
+        raise DataError(Mistake(what, works=works)) from error

@@ -4,15 +4,18 @@ A bit that changes on a disk makes another token, of which nothing else would te
 corpus at each start would take minutes; a block takes as long as a few pages.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from fivefold.errors import DataError
+from fivefold.errors import DataError, Mistake
 from fivefold.files import crc32
 
 BLOCK = 1 << 16  # bytes
+NO_REMEDY = Mistake("")
+"""Of files that nothing here has made."""
 
 
 class CheckedTokens:
@@ -22,13 +25,13 @@ class CheckedTokens:
         tokens: all tokens, memory-mapped.
         index: path of their index.
         checksums: path of the file that `write_checksums` has written.
-        remedy: what errors of slices end with: how to make the files again.
+        remedy: what errors of slices say of how to make the files again.
 
     Raises:
         DataError: the index is not what was written, or there are too few or too many checksums.
     """
 
-    def __init__(self, tokens: np.memmap, index: str, checksums: str, remedy: str) -> None:
+    def __init__(self, tokens: np.memmap, index: str, checksums: str, remedy: Mistake) -> None:
         self._tokens, self._remedy = tokens, remedy
         self._block = BLOCK // tokens.itemsize  # in tokens
         sums = np.fromfile(checksums, dtype="<u4")
@@ -66,10 +69,11 @@ class CheckedTokens:
         found, expected = crc32(content), int(self._sums[block])
         if found != expected:
             start = block * BLOCK
-            raise DataError(
+            what = (
                 f"{self._tokens.filename} is damaged: bytes {start:,} to {start + len(content):,}: "
-                f"expected CRC-32 {expected:08x}, found {found:08x}{self._remedy}"
+                f"expected CRC-32 {expected:08x}, found {found:08x}"
             )
+            raise DataError(replace(self._remedy, what=what))
         self._seen[block] = 1
 
 

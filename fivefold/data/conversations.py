@@ -19,7 +19,7 @@ from typing import Any
 from fivefold.data.corpus import records
 from fivefold.data.paths import JSON_SUFFIXES, TABLE_SUFFIXES, kind
 from fivefold.data.template import BEGIN, END, ChatTemplate, Message, Span
-from fivefold.errors import DataError, did_you_mean
+from fivefold.errors import DataError, Mistake, did_you_mean
 from fivefold.files import json_kind, parse_json
 
 _FORMS = "messages | conversations | prompt and completion"
@@ -64,11 +64,9 @@ def check_conversations(files: Iterable[Path]) -> None:
     """Raise DataError unless every file can hold conversations, by its name."""
     for file in files:
         if kind(file) not in _SUFFIXES:
-            raise DataError(
-                f"{file} cannot hold conversations, which --sft trains on\n"
-                f"  what can: {' '.join(sorted(_SUFFIXES))}, with {_FORMS}\n"
-                "  works: --no-sft to train on its text"
-            )
+            what = f"{file} cannot hold conversations, which --sft trains on"
+            why = f"what can: {' '.join(sorted(_SUFFIXES))}, with {_FORMS}"
+            raise DataError(Mistake(what, (why,), ("--no-sft to train on its text",)))
 
 
 def marked_texts(files: Iterable[Path], template: ChatTemplate) -> Iterator[tuple[str, list[Span]]]:
@@ -107,11 +105,12 @@ def documents(talk: Conversation, template: ChatTemplate) -> Iterator[tuple[str,
         before, _ = template.render(talk.messages[:at], talk.tools, talk.place, prompt=True)
         through, _ = template.render(talk.messages[: at + 1], talk.tools, talk.place)
         if not through.startswith(before):
-            raise DataError(
+            what = (
                 f"{talk.place}: where the answer begins cannot be told: with message {at + 1} the "
-                f"chat template in {template.origin} changes the text before it\n"
-                "  works: {% generation %} and {% endgeneration %} around answers in the template"
+                f"chat template in {template.origin} changes the text before it"
             )
+            marks = "{% generation %} and {% endgeneration %} around answers in the template"
+            raise DataError(Mistake(what, works=(marks,)))
         turns.append((through, (len(before), len(through))))
     whole, _ = template.render(talk.messages, talk.tools, talk.place)
     if all(whole.startswith(through) for through, _ in turns):
@@ -141,11 +140,9 @@ def conversation(record: Mapping[str, Any], place: str) -> Conversation:
         messages = asked + _messages(record["completion"], place, "completion", "assistant")
         given = len(asked)
     else:
-        raise DataError(
-            f"{place} is no conversation: its keys are {', '.join(record) or 'none'}\n"
-            f"  what --sft reads: {_FORMS}\n"
-            "  works: --no-sft --text-key KEY to train on the text of a key"
-        )
+        what = f"{place} is no conversation: its keys are {', '.join(record) or 'none'}"
+        works = ("--no-sft --text-key KEY to train on the text of a key",)
+        raise DataError(Mistake(what, (f"what --sft reads: {_FORMS}",), works))
     if system := record.get("system"):
         if not isinstance(system, str):
             raise DataError(f"{place}: 'system' is {json_kind(system)}, not a text")
@@ -177,18 +174,15 @@ def _message(each: Any, where: str) -> dict[str, Any]:
         speaker = message.pop("from")
         if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             near = did_you_mean(str(speaker), _SPEAKERS)
-            raise DataError(
-                f"{where} is from {speaker!r}, which is nobody known{near}\n"
-                f"  known: {', '.join(_SPEAKERS)}"
-            )
+            what = f"{where} is from {speaker!r}, which is nobody known{near}"
+            raise DataError(Mistake(what, (f"known: {', '.join(_SPEAKERS)}",)))
         message = {"role": _SPEAKERS[speaker], "content": message.pop("value", None), **message}
     if not isinstance(message.get("role"), str):
         raise DataError(f"{where} has no role; its keys are {', '.join(message) or 'none'}")
     if message.get("weight", 1) != 1:
-        raise DataError(
-            f"{where} has a weight of {message['weight']}: every answer is learnt alike\n"
-            "  what works: prompt and completion, of which the completion alone is learnt"
-        )
+        what = f"{where} has a weight of {message['weight']}: every answer is learnt alike"
+        why = "what works: prompt and completion, of which the completion alone is learnt"
+        raise DataError(Mistake(what, (why,)))
     content = message.get("content")
     if not isinstance(content, str | list) and not message.get("tool_calls"):
         kind = "missing" if content is None else json_kind(content)

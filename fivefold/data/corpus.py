@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.data.borders import last_border
 from fivefold.data.paths import COMPRESSED, JSON_SUFFIXES, TABLE_SUFFIXES, kind
-from fivefold.errors import DataError, did_you_mean
+from fivefold.errors import DataError, Mistake, did_you_mean
 from fivefold.files import json_kind, parse_json
 
 if TYPE_CHECKING:
@@ -75,12 +75,11 @@ def _decode(data: bytes, path: Path, offset: int, place: str = "") -> str:
         wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         coding = "utf-16" if wide and offset == 0 else "latin1"
         copy = path.with_suffix(f".utf8{path.suffix}")
-        raise DataError(
-            f"{path}{place} is not UTF-8: byte {offset + error.start} is "
-            f"0x{data[error.start]:02x} ({error.reason})\n"
-            f"  if it is {coding}, a copy that works is made by\n"
-            f"  try:   iconv -f {coding} -t utf-8 -o {shlex.join([str(copy), str(path)])}"
-        ) from error
+        what = f"{path}{place} is not UTF-8: byte {offset + error.start} is "
+        what += f"0x{data[error.start]:02x} ({error.reason})"
+        why = f"if it is {coding}, a copy that works is made by"
+        made = f"iconv -f {coding} -t utf-8 -o {shlex.join([str(copy), str(path)])}"
+        raise DataError(Mistake(what, (why,), attempt=made)) from error
 
 
 def _text(path: Path, whole: bool) -> Iterator[tuple[str, bool]]:
@@ -141,20 +140,18 @@ def _open_lines(path: Path) -> Iterator[Iterable[bytes]]:
 def _json_text(record: dict[str, Any], place: str, text_key: str) -> str:
     if text_key not in record:
         texts = [key for key, value in record.items() if isinstance(value, str)]
-        raise DataError(
-            f"{place} has no key {text_key!r}{did_you_mean(text_key, texts)}\n"
-            f"  its keys: {', '.join(record) or 'none'}{_text_keys(texts)}"
-        )
+        what = f"{place} has no key {text_key!r}{did_you_mean(text_key, texts)}"
+        why = f"its keys: {', '.join(record) or 'none'}"
+        raise DataError(Mistake(what, (why,), _text_keys(texts)))
     text = record[text_key]
     if not isinstance(text, str | None):
         raise DataError(f"{place}: {text_key!r} is {json_kind(text)}, not a text")
     return text or ""  # null is no text, as in a table
 
 
-def _text_keys(names: Iterable[str]) -> str:
-    """A line with the flags that choose one of these names."""
-    works = " | ".join(f"--text-key {shlex.quote(name)}" for name in names)
-    return f"\n  works: {works}" if works else ""
+def _text_keys(names: Iterable[str]) -> tuple[str, ...]:
+    """The flags that choose one of these names."""
+    return tuple(f"--text-key {shlex.quote(name)}" for name in names)
 
 
 def _rows(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
@@ -162,10 +159,9 @@ def _rows(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
         columns = schema.names
         if text_key not in columns:
             texts = [field.name for field in schema if _holds_text(field.type)]
-            raise DataError(
-                f"{path} has no column {text_key!r}{did_you_mean(text_key, texts)}\n"
-                f"  its columns: {', '.join(columns)}{_text_keys(texts)}"
-            )
+            what = f"{path} has no column {text_key!r}{did_you_mean(text_key, texts)}"
+            why = f"its columns: {', '.join(columns)}"
+            raise DataError(Mistake(what, (why,), _text_keys(texts)))
         if not _holds_text(kind_of_column := schema.field(text_key).type):
             raise DataError(f"{path}: column {text_key!r} is {kind_of_column}, not a string")
         for batch in batches([text_key]):
@@ -247,7 +243,6 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow
         import pyarrow.ipc
     except ImportError as error:
-        raise DataError(
-            f"{path} needs pyarrow\n  works: pip install 'fivefold[parquet]'"
-        ) from error
+        works = ("pip install 'fivefold[parquet]'",)
+        raise DataError(Mistake(f"{path} needs pyarrow", works=works)) from error
     return pyarrow

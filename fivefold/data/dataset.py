@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from random import Random
 from typing import Any
 
 import numpy as np
 
 from fivefold.config.data import IGNORED
 from fivefold.data.indexed import IndexedTokens
+from fivefold.data.infilling import Infilling
 from fivefold.data.mock import MockTokens
 from fivefold.data.order import Blend, shuffled
 from fivefold.data.packing import Microbatch, Packing, pack
@@ -128,8 +130,9 @@ class Dataset:
         part: str,
         seed: int,
         shuffle: bool,
+        infilling: Infilling | None = None,
     ) -> None:
-        """`split` as in `parse_split`, `part` one of SPLITS.
+        """`split` as in `parse_split`, `part` one of SPLITS; `infilling` is for text alone.
 
         Raises:
             DataError: this part of a corpus is too short for one sample.
@@ -137,7 +140,7 @@ class Dataset:
         self.names = [corpus.name for corpus in corpora]
         self._packing = packing
         self._vocab_size = tokenizer.vocab_size
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._infilling = seed, shuffle, infilling
         shares = parse_split(split)
         which = SPLITS.index(part)
         self._streams: list[Text | Conversations] = []
@@ -168,9 +171,10 @@ class Dataset:
             "data": [corpus.identity() for corpus in corpora],
             "split": split,
             "part": part,
-            "seed": seed if shuffle else None,
+            "seed": seed if shuffle or infilling is not None else None,
             "tokenizer": tokenizer.digest,
             **asdict(packing),
+            **({} if infilling is None else infilling.settings),
         }
 
     @property
@@ -196,11 +200,12 @@ class Dataset:
         window, marks = self._streams[corpus].window(sample)
         if window.max() >= self._vocab_size or window.min() < 0:
             bad = window[(window >= self._vocab_size) | (window < 0)][0]
-            raise DataError(
-                f"{self.names[corpus]} holds token {bad}; the tokenizer knows 0 to "
-                f"{self._vocab_size - 1}\n"
-                "  tokenizer_model has to be the one that the data was tokenised with"
-            )
+            last = self._vocab_size - 1
+            what = f"{self.names[corpus]} holds token {bad}; the tokenizer knows 0 to {last}"
+            why = "tokenizer_model has to be the one that the data was tokenised with"
+            raise DataError(Mistake(what, (why,)))
+        if self._infilling is not None:
+            window = self._infilling(window, Random(self._seed << 64 | index))
         return window, marks
 
     def microbatch(self, indices: Sequence[int] | np.ndarray) -> Microbatch:
@@ -231,29 +236,24 @@ def check_labels(dataset: Dataset, samples: int) -> None:
         return
     part, names = dataset.fingerprint["part"], " + ".join(dataset.names)
     cut = f"{dataset.packed}: a longer --seq-length keeps more of each" if dataset.packed else ""
-    raise DataError(
-        f"the {part} split of {names} has nothing to predict: no token of its first "
-        f"{read:,} samples has a loss\n"
-        f"  samples of {dataset.seq_length + 1} tokens, {cut or 'each the end of a document'}"
-    )
+    what = f"the {part} split of {names} has nothing to predict: no token of its first "
+    why = f"samples of {dataset.seq_length + 1} tokens, {cut or 'each the end of a document'}"
+    raise DataError(Mistake(f"{what}{read:,} samples has a loss", (why,)))
 
 
 def _too_short(corpus: Corpus, tokens: int, seq_length: int, part: str, split: str) -> DataError:
     total = len(corpus.data.tokens)
     if corpus.marks is not None:
-        return DataError(
-            f"the {part} split of {corpus.name} has none of its {corpus.data.num_documents} "
-            f"conversations: split is {split}\n"
-            f"  it goes by whole conversations, rounded; a larger share for {part} has one"
-        )
-    message = (
+        what = f"the {part} split of {corpus.name} has none of its {corpus.data.num_documents} "
+        why = f"it goes by whole conversations, rounded; a larger share for {part} has one"
+        return DataError(Mistake(f"{what}conversations: split is {split}", (why,)))
+    what = (
         f"the {part} split of {corpus.name} is too short: {tokens} tokens, and one sample needs "
-        f"{seq_length + 1} (seq_length {seq_length} + 1 to predict)\n"
-        f"  split {split} of {total} tokens in {several(corpus.data.num_documents, 'document')}"
+        f"{seq_length + 1} (seq_length {seq_length} + 1 to predict)"
     )
-    works = f"--seq-length {tokens - 1}" if tokens > 1 else ""
+    works = (f"--seq-length {tokens - 1}",) if tokens > 1 else ()
+    why = f"split {split} of {total} tokens in {several(corpus.data.num_documents, 'document')}"
     if total > seq_length:
-        message += f"\n  a share of at least {(seq_length + 1) / total:.2%} would do for {part}"
-    elif not works:
-        message += "; more text is needed"
-    return DataError(f"{message}\n  works: {works}" if works else message)
+        share = f"a share of at least {(seq_length + 1) / total:.2%} would do for {part}"
+        return DataError(Mistake(what, (why, share), works))
+    return DataError(Mistake(what, (why if works else f"{why}; more text is needed",), works))

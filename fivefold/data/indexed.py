@@ -20,8 +20,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from fivefold.data.checksums import CheckedTokens, TokenArray, write_checksums
-from fivefold.errors import DataError
+from fivefold.data.checksums import NO_REMEDY, CheckedTokens, TokenArray, write_checksums
+from fivefold.errors import DataError, Mistake
 from fivefold.files import atomic_path
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -56,8 +56,8 @@ class IndexedTokens:
             int64, [sequences + 1].
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], remedy: str = "") -> None:
-        """Open and check a pair; errors in what is read later end with `remedy`.
+    def __init__(self, prefix: str | os.PathLike[str], remedy: Mistake = NO_REMEDY) -> None:
+        """Open and check a pair; errors in what is read later say what `remedy` does.
 
         Raises:
             DataError: a file is missing, cut short, corrupt or of another format.
@@ -66,10 +66,8 @@ class IndexedTokens:
         idx, bin_ = f"{self.prefix}.idx", f"{self.prefix}.bin"
         for path in (idx, bin_):
             if not os.path.isfile(path):
-                raise DataError(
-                    f"no such file: {path}\n"
-                    f"  indexed data is a pair of files, PREFIX.bin and PREFIX.idx"
-                )
+                why = "indexed data is a pair of files, PREFIX.bin and PREFIX.idx"
+                raise DataError(Mistake(f"no such file: {path}", (why,)))
         try:
             self._open(idx, bin_)
         except OSError as error:
@@ -83,12 +81,13 @@ class IndexedTokens:
         _check_index(idx, dtype, lengths, pointers, documents, starts)
         found, expected = os.path.getsize(bin_), count * dtype.itemsize
         if found != expected:
-            raise DataError(
-                f"{bin_} has {found} bytes where its index needs {expected}\n"
-                f"  {count} tokens x {dtype.itemsize} bytes ({dtype.name}) = {expected} bytes, "
-                f"{abs(found - expected)} too {'few' if found < expected else 'many'}\n"
-                "  copy or make both files again, in one run of the preprocessing"
+            why = (
+                f"{count} tokens x {dtype.itemsize} bytes ({dtype.name}) = {expected} bytes, "
+                f"{abs(found - expected)} too {'few' if found < expected else 'many'}",
+                "copy or make both files again, in one run of the preprocessing",
             )
+            what = f"{bin_} has {found} bytes where its index needs {expected}"
+            raise DataError(Mistake(what, why))
         if not count:
             raise DataError(f"{bin_} holds no tokens")
         self.tokens = np.memmap(bin_, dtype=dtype, mode="r")
@@ -133,11 +132,13 @@ def _read_index(path: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray
         raise DataError(f"{path} has dtype code {code}; tokens are one of {integers}")
     expected = HEADER.size + 12 * sequences + 8 * entries
     if size not in (expected, expected + sequences):  # the latter: with multimodal modes
+        why = (
+            f"{HEADER.size} + {sequences} sequences x (4 + 8) + {entries} document entries x 8 "
+            f"= {expected} bytes",
+            "copy the file again, or run the preprocessing again",
+        )
         raise DataError(
-            f"{path} has {size} bytes where its header asks for {expected}\n"
-            f"  {HEADER.size} + {sequences} sequences x (4 + 8) + {entries} document entries x 8 "
-            f"= {expected} bytes\n"
-            "  copy the file again, or run the preprocessing again"
+            Mistake(f"{path} has {size} bytes where its header asks for {expected}", why)
         )
     content = np.memmap(path, mode="r")
     lengths, pointers, documents = np.split(

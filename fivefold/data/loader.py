@@ -9,7 +9,7 @@ from fivefold.config.config import SETTINGS
 from fivefold.config.data import IGNORED
 from fivefold.data.dataset import Dataset, content
 from fivefold.data.packing import Microbatch
-from fivefold.errors import DataError
+from fivefold.errors import DataError, Mistake
 
 
 class LoaderState(TypedDict):
@@ -126,13 +126,11 @@ class Loader:
             lines = [
                 f"{k}: was {say(saved.get(k))}, is {say(now.get(k))}" for k, say in said.items()
             ]
-            raise DataError(
-                f"cannot resume after {state['consumed_samples']} samples: the data is not what "
-                "it was when the checkpoint was saved\n  "
-                + "\n  ".join(lines)
-                + "\n  it goes on with the same data and settings; --finetune takes only the "
-                "weights of --load, and starts the data afresh"
-            )
+            what = f"cannot resume after {state['consumed_samples']} samples: the data is not what "
+            then = "it goes on with the same data and settings; --finetune takes only the weights "
+            then += "of --load, and starts the data afresh"
+            what += "it was when the checkpoint was saved"
+            raise DataError(Mistake(what, (*lines, then)))
         self.seek(state["consumed_samples"])
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from fivefold.errors import DataError, did_you_mean
+from fivefold.errors import DataError, Mistake, did_you_mean
 from fivefold.files import at_home, read_json
 from fivefold.recipes import how_to_get
 from fivefold.units import several
@@ -70,24 +70,22 @@ def _resolve(spec: str, path: Path, flag: str) -> list[Path]:
         return _known(spec, _walk(path), flag)
     if os.path.lexists(path):  # a link to nothing is there, too
         if kind(path) not in SUFFIXES:
-            raise DataError(
-                f"{path} cannot be read as text: unknown extension {kind(path) or '(none)'!r}\n"
-                f"  what can be read: {_kinds()}, or a .bin/.idx prefix\n"
-                f"  works: {flag}{BUILTIN}"
-            )
+            what = f"{path} cannot be read as text: unknown extension {kind(path) or '(none)'!r}"
+            why = f"what can be read: {_kinds()}, or a .bin/.idx prefix"
+            raise DataError(Mistake(what, (why,), (f"{flag}{BUILTIN}",)))
         return _known(spec, [path], flag)
     if glob.has_magic(spec):
         matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
         return _known(spec, (match for match in matches if not match.is_dir()), flag)
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     where = path.absolute()
-    raise DataError(
-        f"no such file or folder: {spec}{did_you_mean(path.name, [*siblings, BUILTIN])}\n"
-        f"  looked for: {where}, or {where}.bin and .idx\n"
-        f"{how_to_get(spec)}"
-        f"  what can be read: a file ({_kinds()}), a folder, a glob, or a .bin/.idx prefix\n"
-        f"  works: {flag}{BUILTIN}"
+    what = f"no such file or folder: {spec}{did_you_mean(path.name, [*siblings, BUILTIN])}"
+    looked = (
+        f"looked for: {where}, or {where}.bin and .idx",
+        *how_to_get(spec),
+        f"what can be read: a file ({_kinds()}), a folder, a glob, or a .bin/.idx prefix",
     )
+    raise DataError(Mistake(what, looked, (f"{flag}{BUILTIN}",)))
 
 
 def _builtin_files() -> list[Path]:
@@ -122,10 +120,8 @@ def _refuse_splits(spec: str, folder: Path, flag: str) -> None:
         return
     if splits := read_json(said, dict[str, list[str]], DataError).get("splits"):
         paths = [shlex.quote(f"{spec.rstrip('/')}/{name}") for name in splits]
-        raise DataError(
-            f"{spec} holds {several(len(splits), 'split')} of a data set: {', '.join(splits)}\n"
-            f"  works: {' | '.join(f'{flag}{path}' for path in paths)}"
-        )
+        what = f"{spec} holds {several(len(splits), 'split')} of a data set: {', '.join(splits)}"
+        raise DataError(Mistake(what, works=tuple(f"{flag}{path}" for path in paths)))
 
 
 def _refuse(error: OSError) -> None:
@@ -137,11 +133,10 @@ def _known(spec: str, paths: Iterable[Path], flag: str) -> list[Path]:
     known = [path for path in seen if kind(path) in SUFFIXES]
     if not known:
         others = sorted({path.suffix or "(none)" for path in seen})
-        raise DataError(
-            f"nothing to read in {spec}: {several(len(seen), 'file')}"
-            + (f", with extensions {' '.join(others[:8])}" if others else "")
-            + f"\n  what can be read: {_kinds()}\n  works: {flag}{BUILTIN}"
-        )
+        what = f"nothing to read in {spec}: {several(len(seen), 'file')}"
+        what += f", with extensions {' '.join(others[:8])}" if others else ""
+        why = f"what can be read: {_kinds()}"
+        raise DataError(Mistake(what, (why,), (f"{flag}{BUILTIN}",)))
     for path in known:
         if not path.is_file():
             raise DataError(f"{path} is a link to nothing, a folder, a pipe or a device, no file")

@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from fivefold.config.data import FIM_TOKENS
 from fivefold.data.cache import cached, open_cached, prepared_once
 from fivefold.data.corpus import pieces
 from fivefold.data.dataset import Corpus, Dataset
 from fivefold.data.indexed import IndexedTokens, write_indexed
+from fivefold.data.infilling import Infilling
 from fivefold.data.mixture import Group, grouped, parse_named_paths
 from fivefold.data.mock import MockTokens, number_tokenizer
 from fivefold.data.packing import BEGINS, LEARNT, Packing
 from fivefold.data.rules import DEFAULT_VOCAB_SIZE, checked_sources
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.errors import DataError, FivefoldError
+from fivefold.errors import DataError, FivefoldError, Mistake
 from fivefold.files import at_home
 from fivefold.units import human_bytes, human_count, human_seconds, several
 
@@ -61,6 +63,7 @@ class PreparedData:
     split: str
     seed: int
     named: Mapping[str, Corpus] = field(default_factory=dict)
+    infilling: Infilling | None = None
 
     @cached_property
     def train(self) -> Dataset:
@@ -86,6 +89,7 @@ class PreparedData:
             part=part,
             seed=self.seed,
             shuffle=shuffle,
+            infilling=self.infilling,
         )
 
 
@@ -141,6 +145,7 @@ def prepare(
         split=config.split,
         seed=seed,
         named={name: opened(group) for name, group in named.items()},
+        infilling=Infilling(config, tokenizer) if config.fim_data else None,
     )
 
 
@@ -150,10 +155,8 @@ def _cache_folder(path: str) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
     except (OSError, FivefoldError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise DataError(
-            f"cannot make the cache folder {path}: {why}\n"
-            "  data_cache_path has to be a folder that can be written"
-        ) from error
+        needs = "data_cache_path has to be a folder that can be written"
+        raise DataError(Mistake(f"cannot make the cache folder {path}: {why}", (needs,))) from error
     return cache
 
 
@@ -291,12 +294,13 @@ def _tokenizer(
     vocab_size = config.tokenizer_vocab_size or DEFAULT_VOCAB_SIZE
     if not files:  # what is made up is numbers
         return number_tokenizer(vocab_size)
-    path = cache / f"tokenizer-{_key(files, config.text_key, str(vocab_size))}.json"
+    special = [getattr(config, name) for name in FIM_TOKENS] if config.fim_data else []
+    path = cache / f"tokenizer-{_key(files, config.text_key, str(vocab_size), *special)}.json"
     with prepared_once(str(path), progress) as missing:
         if missing:
             began = time.perf_counter()
             progress(f"training a byte-level BPE of {vocab_size} tokens")
-            tokenizer = Tokenizer.train(_sample(files, config.text_key), vocab_size)
+            tokenizer = Tokenizer.train(_sample(files, config.text_key), vocab_size, special)
             tokenizer.save(path)
             progress(f"trained it in {human_seconds(time.perf_counter() - began)}")
     with cached(str(path)):

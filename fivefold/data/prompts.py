@@ -1,5 +1,7 @@
 """Texts that a model continues: transformers makes the same tokens of them."""
 
+from dataclasses import replace
+
 from fivefold.data.tokenizer import Tokenizer, backend_of
 from fivefold.data.tokenizer_files import telling
 from fivefold.errors import DataError
@@ -14,8 +16,10 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     try:
         ((ids, _),) = tokenizer.encode_spans([(text, ())])
     except DataError as error:
+        (mistake,) = error.mistakes
         known = tokenizer.decode(range(min(4, tokenizer.vocab_size)))
-        raise DataError(f"{error}\n  a text of its first tokens: {known!r}") from error
+        why = (*mistake.why, f"a text of its first tokens: {known!r}")
+        raise DataError(replace(mistake, why=why)) from error
     return [int(number) for number in ids]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fivefold.config.data import MOCK
+from fivefold.config.data import FIM_TOKENS, MOCK
 from fivefold.data.dataset import parse_split
 from fivefold.data.mixture import Source, parse_data_path, parse_named_paths
 from fivefold.data.tokenizer import SMALLEST_VOCAB_SIZE
@@ -44,12 +44,14 @@ def checked_sources(config: "DataConfig", seed: int, model_size: int | None = No
             "a folder that holds one",
         )
     made_up = any(source.path == MOCK for source in sources)
+    if config.fim_data:
+        _check_infilling(config, mistakes)
     if made_up:
         _check_mock(config, mistakes)
     elif config.sft:
         _check_sft(config, indexed, mistakes)
     if config.tokenizer_model is None:
-        _check_vocabulary(config.tokenizer_vocab_size, model_size, mistakes, made_up=made_up)
+        _check_vocabulary(config, model_size, mistakes, made_up=made_up)
     if seed < 0:
         mistakes.add(f"seed {seed} is negative")
     mistakes.raise_if_any()
@@ -57,12 +59,15 @@ def checked_sources(config: "DataConfig", seed: int, model_size: int | None = No
 
 
 def _check_vocabulary(
-    asked: int | None, model_size: int | None, mistakes: Mistakes, *, made_up: bool
+    config: "DataConfig", model_size: int | None, mistakes: Mistakes, *, made_up: bool
 ) -> None:
     """Collect that a tokenizer to train would have too few entries."""
     what, why, least = "a byte-level BPE", "256 bytes + 1 end of document", SMALLEST_VOCAB_SIZE
     if made_up:
         what, why, least = "numbers", "1 number + 1 end of document", 2
+    elif config.fim_data:
+        why, least = f"{why} + {len(FIM_TOKENS)} of fim_data", least + len(FIM_TOKENS)
+    asked = config.tokenizer_vocab_size
     size, name = (model_size, "vocab_size") if asked is None else (asked, "tokenizer_vocab_size")
     if size is None or size >= least:
         return
@@ -75,6 +80,25 @@ def _check_vocabulary(
 
     works = [flags(enough) for enough in (least, DEFAULT_VOCAB_SIZE)]
     mistakes.add(f"{name} {size} is too small for {what}", f"{why} = {least}", works=works)
+
+
+def _check_infilling(config: "DataConfig", mistakes: Mistakes) -> None:
+    """Collect settings that contradict rearranged documents."""
+    tokens = {name: getattr(config, name) for name in FIM_TOKENS}
+    if len(set(tokens.values())) < len(tokens):
+        said = ", ".join(f"{name} {token}" for name, token in tokens.items())
+        mistakes.add(f"each of the tokens of fim_data is another one: {said}")
+    if config.fim_split_sample in tokens.values():
+        mistakes.add(
+            f"fim_split_sample {config.fim_split_sample} is between parts of a document, and "
+            "cannot be a token that fim_data puts into them",
+            works=["--fim-split-sample none"],
+        )
+    if config.fim_split_sample is not None and config.fim_fragment_rate is None:
+        mistakes.add(
+            "fim_split_sample needs fim_fragment_rate, the share of the parts to rearrange",
+            works=["--fim-fragment-rate 0.5"],
+        )
 
 
 def _check_mock(config: "DataConfig", mistakes: Mistakes) -> None:

@@ -17,7 +17,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fivefold.errors import DataError
+from fivefold.errors import DataError, Mistake
 from fivefold.files import at_home, read_json
 
 # Noncharacters of Unicode, which no text has: they mark an answer in what a template makes.
@@ -80,12 +80,13 @@ class ChatTemplate:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"the chat template in {folder} cannot be read: {error}") from error
         if not kept:
-            raise DataError(
-                f"the tokenizer in {folder} has no chat template, which --sft needs\n"
-                f'  looked for: {own}, and "chat_template" in {config}\n'
-                "  base models have none: take the files of the tokenizer of the model's chat "
-                "version, or write chat_template.jinja"
+            why = (
+                f'looked for: {own}, and "chat_template" in {config}',
+                "base models have none: take the files of the tokenizer of the model's chat "
+                "version, or write chat_template.jinja",
             )
+            what = f"the tokenizer in {folder} has no chat template, which --sft needs"
+            raise DataError(Mistake(what, why))
         origin = str(own if own.exists() else config)
         return cls(_by_name(kept, origin), _special_tokens(said), origin)
 

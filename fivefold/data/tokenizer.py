@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from fivefold.data.borders import may_cut
 from fivefold.data.tokenizer_files import read_tokenizer, telling
-from fivefold.errors import DataError
+from fivefold.errors import DataError, Mistake
 from fivefold.files import parse_json, write_atomic
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ class Tokenizer:
         name = next((name for name in END_OF_DOCUMENT_NAMES if name in vocab), None)
         if name is None:
             special = [t.content for t in backend.get_added_tokens_decoder().values()]
-            raise DataError(
-                f"{origin} has no token that ends a document\n"
-                f"  looked for: {' '.join(END_OF_DOCUMENT_NAMES)}\n"
-                f"  its special tokens: {' '.join(special[:12]) or 'none'}"
+            why = (
+                f"looked for: {' '.join(END_OF_DOCUMENT_NAMES)}",
+                f"its special tokens: {' '.join(special[:12]) or 'none'}",
             )
+            raise DataError(Mistake(f"{origin} has no token that ends a document", why))
         # A document that spells out "<|endoftext|>" must not end there.
         backend.add_special_tokens([AddedToken(name, special=True, normalized=False)])
         backend.encode_special_tokens = True
@@ -100,13 +100,21 @@ class Tokenizer:
         return cls(definition, str(file))
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    def train(
+        cls, texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
+    ) -> "Tokenizer":
         """Train a byte-level BPE; the same texts in the same order give the same vocabulary.
 
-        A small corpus may yield fewer than `vocab_size` (>= 257) tokens. Words of more than
-        `_LONGEST_WORD` characters count as several, in training alone.
+        A small corpus may yield fewer than `vocab_size` (>= 257) tokens, among them `special` ones,
+        which stand for no text. Words of more than `_LONGEST_WORD` characters count as several, in
+        training alone.
         """
-        return cls(_trained(texts, vocab_size), "the trained tokenizer")
+        return cls(_trained(texts, vocab_size, special), "the trained tokenizer")
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name, such as `<fim_prefix>`; None if there is none."""
+        number: int | None = self._backend.token_to_id(token)
+        return number
 
     @property
     def token_dtype(self) -> np.dtype:
@@ -167,10 +175,10 @@ class Tokenizer:
         return found
 
     @cached_property
-    def special(self) -> frozenset[int]:
-        """Tokens that stand for no text."""
+    def special(self) -> Mapping[int, str]:
+        """Tokens that stand for no text, and their names."""
         added = self._verbatim.get_added_tokens_decoder()
-        return frozenset(number for number, token in added.items() if token.special)
+        return {number: token.content for number, token in added.items() if token.special}
 
     @cached_property
     def _verbatim(self) -> "Backend":
@@ -193,10 +201,9 @@ class Tokenizer:
             ]
             unknown = [token.id for token in model.tokenize(_NO_CHARACTER)]
         if self.eod_id in spelt + unknown:
-            raise DataError(
-                f"{self.origin} has {self._name!r} for text that it does not know, which would "
-                "end a document there\n  works: a tokenizer with a token of its own for such text"
-            )
+            what = f"{self.origin} has {self._name!r} for text that it does not know, which would "
+            works = ("a tokenizer with a token of its own for such text",)
+            raise DataError(Mistake(f"{what}end a document there", works=works))
         parts = np.split(ids, ends)
         spelt_ids = np.array(spelt, dtype=ids.dtype)
         return np.concatenate([parts[0], *[x for part in parts[1:] for x in (spelt_ids, part[1:])]])
@@ -210,7 +217,7 @@ class Tokenizer:
         write_atomic(path, self.definition)
 
 
-def _trained(texts: Iterable[str], vocab_size: int) -> str:
+def _trained(texts: Iterable[str], vocab_size: int, special: Sequence[str]) -> str:
     """The tokenizer.json of a byte-level BPE that is trained on texts."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Backend
@@ -223,7 +230,7 @@ def _trained(texts: Iterable[str], vocab_size: int) -> str:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=[END_OF_DOCUMENT, *special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -245,10 +252,8 @@ def backend_of(definition: str, origin: str, *, templates: bool = False) -> "Bac
     with telling(f"{unreadable}{tokenizers.__version__} can read"):
         backend = tokenizers.Tokenizer.from_str(definition)
     if dropout := getattr(backend.model, "dropout", None):
-        raise DataError(
-            f"{origin} gives the same text other tokens each time: its BPE has a dropout of "
-            f'{dropout:.3g}\n  works: "dropout": null in it'
-        )
+        what = f"{origin} gives the same text other tokens each time: its BPE has a dropout of "
+        raise DataError(Mistake(f"{what}{dropout:.3g}", works=('"dropout": null in it',)))
     backend.no_truncation()
     backend.no_padding()
     if not templates:

@@ -34,14 +34,14 @@ def read_tokenizer(path: str | os.PathLike[str]) -> tuple[str, Path]:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise DataError(
-            f"no tokenizer at {file}: {error.strerror}\n"
-            f"{how_to_get_tokenizer(os.fspath(path))}"
-            "  tokenizer_model is a tokenizer.json, a SentencePiece model, a vocab.json with its "
+        why = (
+            *how_to_get_tokenizer(os.fspath(path)),
+            "tokenizer_model is a tokenizer.json, a SentencePiece model, a vocab.json with its "
             "merges.txt, or a folder that holds one; without it a byte-level BPE is trained on the "
-            "corpus\n"
-            "  works: --tokenizer-model none"
-        ) from error
+            "corpus",
+        )
+        what, works = f"no tokenizer at {file}: {error.strerror}", ("--tokenizer-model none",)
+        raise DataError(Mistake(what, why, works)) from error
     if file.name.endswith(_VOCABULARY):
         return _of_gpt2(file), file
     if content.lstrip()[:1] == b"{" or file.suffix == ".json":
@@ -62,7 +62,7 @@ def telling(what: str) -> Iterator[None]:
     except BaseException as error:
         # It raises bare Exception, or a PanicException that is none and that nothing exports.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise DataError(f"{what}\n  it says: {error}") from error
+            raise DataError(Mistake(what, (f"it says: {error}",))) from error
         raise
 
 

@@ -299,8 +299,8 @@ def bookkeeping_bytes(
             if not {*own.remade} & {*item.remade_by}:
                 scales = (scale_bytes(own, features, item.rows) for features in item.scaled)
                 size += item.groups * sum(scales)
-        if model.qk_l2_norm and model.rotates(layer) and "a2a_overlap_attn" not in own.remade:
-            size += wide * (model.num_attention_heads / tp + model.kv_heads_of(tp))
+        if "a2a_overlap_attn" not in own.remade:
+            size += wide * _unit_norms(model, layer, tp)
         for operation in describe_layer(model, layer).operations:
             if "a2a_overlap_attn" in {*own.remade}.intersection(operation.rerun_by):
                 continue
@@ -310,10 +310,10 @@ def bookkeeping_bytes(
                 size += wide * each if queries else norm
             if isinstance(operation, LatentDown):
                 size += norm * operation.norms
-            if isinstance(operation, Indexing):
+            if isinstance(operation, Indexing) and not operation.frozen:
                 size += layer_norm
-    tables = len(rotations(model, parts))
-    size += tables * running.element_bytes * 1.5 * model.rotary_dim  # cos [R] and sin [R / 2]
+    turned = sum(model.attention_of(local).rotary_dim for local in rotations(model, parts))
+    size += running.element_bytes * 1.5 * turned  # tables: cos [R] and sin [R / 2]
     size += wide * tempers(model, parts)
     if tp > 1 and model.trains_all:
         size += parts.embedding + parts.mtp
@@ -342,3 +342,11 @@ def _away(item: Kept, running: Running) -> float:
     least = running.memory.min_offloaded_tensor_size / running.microbatch_tokens
     large = sum(tensor for tensor in item.tensors if tensor >= least)
     return running.memory.activation_offload_fraction * large
+
+
+def _unit_norms(model: ModelConfig, layer: int, tp: int) -> float:
+    """Heads of a layer on one rank that are normalised without weights."""
+    keys = model.as_in(layer).kv_heads_of(tp)
+    of_values = keys * (model.v_l2_norm and model.is_softmax(layer))
+    turned = model.qk_l2_norm and model.rotates(layer)
+    return (model.num_attention_heads / tp + keys) * turned + of_values

@@ -18,6 +18,7 @@ class LayerKind(NamedTuple):
         linear: whether it has linear attention, or Mamba-2.
         mixer: all that the layer has (`hybrid_override_pattern`); None: attention and an MLP.
         wide: whether its linear layers keep bf16 where those of others have 8 bits.
+        local: whether its attention has the sizes of layers with a window, where these differ.
     """
 
     experts: bool = False
@@ -25,6 +26,7 @@ class LayerKind(NamedTuple):
     linear: bool = False
     mixer: Mixer | None = None
     wide: bool = False
+    local: bool = False
 
     @property
     def attends(self) -> bool:
@@ -49,20 +51,22 @@ class LayerKind(NamedTuple):
     @property
     def name(self) -> str:
         """Short name, under which layer costs are reported: dense, moe, those with linear attention
-        as linear_dense and linear_moe, or mtp; mamba, attention, mlp and experts for layers of one
-        mixer."""
+        as linear_dense and linear_moe, local_dense and local_moe where those with a window have
+        sizes of their own, or mtp; mamba, attention, mlp and experts for layers of one mixer."""
         if self.predicts:
             return "mtp"
         if self.mixer is not None:
             return {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}[self.mixer]
-        return "linear_" * self.linear + ("moe" if self.experts else "dense")
+        before = "linear_" * self.linear + "local_" * self.local
+        return before + ("moe" if self.experts else "dense")
 
 
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
     """The kind of a layer."""
     predicts, linear = model.starts_prediction(layer), model.is_linear(layer)
     mixer, wide = model.mixer_of(layer), model.is_wide(layer)
-    return LayerKind(model.is_moe(layer), predicts, linear, mixer, wide)
+    local = model.has_local_sizes and model.is_softmax(layer) and model.is_local(layer)
+    return LayerKind(model.is_moe(layer), predicts, linear, mixer, wide, local)
 
 
 @lru_cache(maxsize=64)

@@ -104,12 +104,12 @@ class LatentUp(Operation):
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """The latents after their norms.
 
-        If ranks gather key/value latents, the gathered ones count with attention instead.
+        Key/value latents that attention keeps count with it instead.
         """
         # Queries that are projected from the hidden state read it apart from the latents.
         apart = self.reads_alone or running.narrows("layernorm")
         of_queries = self.latents - self.keys + (self.uncompressed if apart else 0)
-        of_keys = 0 if running.gathers_latents else self.keys
+        of_keys = 0 if running.keeps_latents else self.keys
         read = (running.input_bytes * each / running.token_parts for each in (of_queries, of_keys))
         queries = self.latents - self.keys or self.uncompressed
         scaled, again = (queries, self.keys) if running.narrows() else (), ("a2a_overlap_attn",)

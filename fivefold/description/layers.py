@@ -11,29 +11,26 @@ from typing import TypeVar
 from fivefold.config.model import ModelConfig
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear, SharedOut
 from fivefold.description.kinds import LayerKind, layer_kind
-from fivefold.description.latent import LatentLinear, latent_projections
-from fivefold.description.linear_attention import GatedHeads, linear_attention
+from fivefold.description.latent import LatentLinear
+from fivefold.description.linear_attention import linear_attention, short_convolution
 from fivefold.description.lora import Adapters, Rescaled, with_adapters
 from fivefold.description.mamba import mamba
 from fivefold.description.operations import (
-    QKV,
     Activation,
     ColumnLinear,
-    CoreAttention,
     Norm,
     Operation,
     Residual,
     RowLinear,
 )
 from fivefold.description.prediction import PredictionInput
-from fivefold.description.sparse import SparseAttention, indexing
+from fivefold.description.softmax_attention import softmax_attention
 from fivefold.description.weights import (
     Weight,
     column,
     mlp_weights,
     norm_weights,
     of_experts,
-    row,
     whole,
 )
 
@@ -124,10 +121,12 @@ class Layer:
 @lru_cache(maxsize=512)
 def describe(model: ModelConfig, kind: LayerKind) -> Layer:
     """The operations of a kind of layer."""
-    attention = _attention(model, kind) if kind.attends else ()
+    attention = _attention(model.attention_of(kind.local), kind) if kind.attends else ()
     mlp = () if not kind.mlp else _experts(model) if kind.experts else _dense(model)
     around = (_prediction(model),) if kind.predicts else ()
     operations = *around, *attention, *mlp
+    if model.layer_scalar is not None and isinstance(operations[-1], Residual):
+        operations = *operations[:-1], replace(operations[-1], scaled=True)
     if kind.wide:
         operations = tuple(map(_in_bf16, operations))
     adapted = operations if model.trains_all else (*with_adapters(operations, model),)
@@ -148,68 +147,17 @@ def describe_layer(model: ModelConfig, layer: int) -> Layer:
 def _attention(model: ModelConfig, kind: LayerKind) -> tuple[Operation, ...]:
     """Attention of any kind, with the norms and the sum around it."""
     h, before = model.hidden_size, _makes_input(model, "a2a_overlap_attn")
-    with_states = mamba if kind.mixer == "M" else linear_attention
+    convolves = model.experimental_attention_variant == "short_convolution"
+    with_states = short_convolution if convolves else linear_attention
+    with_states = mamba if kind.mixer == "M" else with_states
     return (
         *_norm_before("attn_norm", "input_layernorm", model, "a2a_overlap_attn"),
-        *(with_states if kind.linear else _softmax_attention)(model, before),
+        *(with_states if kind.linear else softmax_attention)(model, before),
         *_norm_after("attn_output_norm", "post_self_attn_layernorm", model),
         Residual(
             "attn_residual", features=h, dropout=bool(model.hidden_dropout), mask="attn_dropout"
         ),
     )
-
-
-def _softmax_attention(model: ModelConfig, before: tuple[str, ...]) -> tuple[Operation, ...]:
-    """`before`: recomputed modules that make its input again."""
-    h, heads, latent = model.hidden_size, model.num_attention_heads, model.multi_latent_attention
-    sinks: tuple[Weight, ...] = ()
-    if model.softmax_type == "learnable":
-        sinks = (Weight("self_attn.sinks.weight", (heads,), split=0),)
-    core = SparseAttention if model.is_sparse else CoreAttention
-    gate = GatedHeads("attn_gate", (), ("a2a_overlap_attn",), features=model.attention_size)
-    return (
-        *(latent_projections(model, before) if latent else _projections(model, before)),
-        *((indexing(model),) if model.is_sparse else ()),
-        core(
-            "core_attn",
-            sinks,
-            ("core_attn", "a2a_overlap_attn"),
-            model=model,
-            from_latents=latent,
-            sent_latent=model.kv_lora_rank + model.qk_pos_emb_head_dim if latent else 0,
-        ),
-        *((gate,) if model.attention_output_gate else ()),
-        RowLinear(
-            "attn_proj",
-            row("self_attn.o_proj", model.attention_size, h, model.add_bias_linear),
-            inputs=model.attention_size,
-            outputs=h,
-            remade_by=("a2a_overlap_attn",),
-        ),
-    )
-
-
-def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
-    """`remade_by`: recomputed modules that make their input again."""
-    h, bias = model.hidden_size, model.qkv_bias
-    queries, keys = model.num_attention_heads, model.num_kv_heads
-    weights = (
-        *column("self_attn.q_proj", h, model.query_outputs, bias),
-        *column("self_attn.k_proj", h, model.k_size, bias, keys),
-        *column("self_attn.v_proj", h, model.v_size, bias, keys),
-    )
-    outputs = model.query_outputs + model.k_size + model.v_size
-    again = ("a2a_overlap_attn",)
-    qkv = ColumnLinear("qkv", weights, again, QKV, inputs=h, outputs=outputs, remade_by=remade_by)
-    if not model.qk_layernorm:
-        return (qkv,)
-    names = [f"self_attn.{each}_norm.weight" for each in "qk"]
-    scales = [Weight(name, (model.head_dim,), sees="heads") for name in names]
-    if model.norms_together:
-        sizes = zip(names, (model.q_size, model.k_size), (0, keys), strict=True)
-        scales = [Weight(name, (size,), 0, heads) for name, size, heads in sizes]
-    size, heads, together = model.q_size + model.k_size, (queries, keys), model.norms_together
-    return qkv, Norm("qk_norm", tuple(scales), again, features=size, heads=heads, together=together)
 
 
 def _mlp_norm(model: ModelConfig, *again: str) -> tuple[Norm, ...]:

@@ -1,5 +1,5 @@
-"""The operations of layers that keep a state (Gated DeltaNet, Kimi Delta Attention; Mamba-2), and
-their costs."""
+"""The operations of layers that keep a state (Gated DeltaNet, Kimi Delta Attention, Mamba-2, short
+convolutions), and their costs."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,6 +112,25 @@ class KimiDeltaRule(DeltaRule):
         return max(running.element_bytes, 4) * heads * most
 
 
+@dataclass(frozen=True, kw_only=True)
+class GatedConvolution(Recurrence):
+    """The convolution of features that are multiplied by gates, which stand for rates."""
+
+    @property
+    def flops(self) -> int:
+        """The taps of the convolution."""
+        return 2 * self.sizes.taps * self.sizes.mixed
+
+    @property
+    def rates(self) -> int:
+        """A gate for each feature."""
+        return self.sizes.value
+
+    def working(self, running: Running) -> float:
+        """What is convolved and its gradient, what comes in, what of that counts, and a product."""
+        return max(running.element_bytes, 4) * 5 * self.sizes.mixed / running.tensor_parallel
+
+
 def filled(running: Running) -> float:
     """Places in chunks for each token of a sequence."""
     return ceil(running.seq_length / CHUNK) * CHUNK / running.seq_length
@@ -132,6 +151,37 @@ class GatedHeads(Operation):
         return (Kept(self.name, (running.by_heads(self.features),) * 2, AGAIN),)
 
 
+def projections(
+    name: str, weights: tuple[Weight, ...], inputs: int, outputs: int, remade_by: tuple[str, ...]
+) -> ColumnLinear:
+    """What makes all that states are told, and gates after them."""
+    return ColumnLinear(
+        name, weights, AGAIN, QKV, inputs=inputs, outputs=outputs, remade_by=remade_by
+    )
+
+
+def projection_back(size: int, hidden: int) -> RowLinear:
+    """What reads all heads of a layer with states."""
+    weights = row("self_attn.out_proj", size, hidden, False)
+    return RowLinear("attn_proj", weights, inputs=size, outputs=hidden, remade_by=AGAIN)
+
+
+def short_convolution(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
+    """A gated short convolution without the norm and the sum around it; see `linear_attention`."""
+    h = model.hidden_size
+    made = (
+        *column("self_attn.in_proj_xc", h, 2 * h, False),
+        *column("self_attn.in_proj_b", h, h, False),
+    )
+    taps = Weight("self_attn.conv1d.weight", (h, 1, model.states.taps), split=0)
+    return (
+        projections("linear_qkv", made, h, 3 * h, remade_by),
+        GatedConvolution("short_convolution", (taps,), AGAIN, model=model),
+        GatedHeads("output_gate", (), AGAIN, features=h),
+        projection_back(h, h),
+    )
+
+
 def linear_attention(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
     """Linear attention without the norms and the sum around it.
 
@@ -150,13 +200,7 @@ def linear_attention(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Op
         *(_kimi_projections if kimi else _projections)(model, remade_by),
         rule("delta_rule", of_heads, AGAIN, model=model),
         GatedHeads("gated_norm", (norm,), AGAIN, features=size),
-        RowLinear(
-            "attn_proj",
-            row("self_attn.out_proj", size, h, False),
-            inputs=size,
-            outputs=h,
-            remade_by=AGAIN,
-        ),
+        projection_back(size, h),
     )
 
 
@@ -167,7 +211,7 @@ def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operat
         *column("self_attn.in_proj_qkvz", h, made, False),
         *column("self_attn.in_proj_ba", h, rates, False),
     )
-    return (_from_states(weights, h, made + rates, remade_by),)
+    return (projections("linear_qkv", weights, h, made + rates, remade_by),)
 
 
 def _kimi_projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
@@ -186,7 +230,7 @@ def _kimi_projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[O
     of_decays = column("self_attn.f_b_proj", low, decays, False)
     of_gates = column("self_attn.g_b_proj", low, sizes.size, False)
     return (
-        _from_states(weights, h, sizes.mixed + heads, remade_by),
+        projections("linear_qkv", weights, h, sizes.mixed + heads, remade_by),
         LatentDown(
             "gates_down",
             down,
@@ -199,19 +243,4 @@ def _kimi_projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[O
         ),
         up("decays_up", of_decays, outputs=decays, kept_whole_by=()),
         up("gates_up", of_gates, outputs=sizes.size, kept_whole_by=()),
-    )
-
-
-def _from_states(
-    weights: tuple[Weight, ...], inputs: int, outputs: int, remade_by: tuple[str, ...]
-) -> ColumnLinear:
-    """Projections of hidden states."""
-    return ColumnLinear(
-        "linear_qkv",
-        weights,
-        AGAIN,
-        QKV,
-        inputs=inputs,
-        outputs=outputs,
-        remade_by=remade_by,
     )

@@ -9,10 +9,12 @@ from fivefold.description.linear_attention import (
     GatedHeads,
     Recurrence,
     filled,
+    projection_back,
+    projections,
 )
-from fivefold.description.operations import QKV, ColumnLinear, Operation, RowLinear
+from fivefold.description.operations import Operation
 from fivefold.description.running import Running
-from fivefold.description.weights import Weight, column, row
+from fivefold.description.weights import Weight, column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ def mamba(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ..
     its input again."""
     h, sizes = model.hidden_size, model.states
     heads, size, mixed = sizes.heads, sizes.size, sizes.mixed
-    projections = (
+    made = (
         *column("self_attn.in_proj_xbcz", h, mixed + size, False),
         *column("self_attn.in_proj_dt", h, heads, False),
     )
@@ -64,24 +66,10 @@ def mamba(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ..
         *(Weight(f"self_attn.{name}", (heads,), split=0) for name in ("A_log", "dt_bias", "D")),
     )
     return (
-        ColumnLinear(
-            "mamba_in",
-            projections,
-            AGAIN,
-            QKV,
-            inputs=h,
-            outputs=mixed + size + heads,
-            remade_by=remade_by,
-        ),
+        projections("mamba_in", made, h, mixed + size + heads, remade_by),
         StateSpace("state_space", of_heads, AGAIN, model=model),
         GatedHeads(
             "gated_norm", (Weight("self_attn.norm.weight", (size,), split=0),), AGAIN, features=size
         ),
-        RowLinear(
-            "attn_proj",
-            row("self_attn.out_proj", size, h, False),
-            inputs=size,
-            outputs=h,
-            remade_by=AGAIN,
-        ),
+        projection_back(size, h),
     )

@@ -161,11 +161,13 @@ class Residual(Operation):
         features: features of the residual stream.
         dropout: whether dropout precedes the sum.
         mask: item under which the dropout mask is kept.
+        scaled: whether a number of the layer multiplies the sum.
     """
 
     features: int
     dropout: bool
     mask: str
+    scaled: bool = False
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """The mask, where it is kept."""
@@ -303,7 +305,7 @@ class CoreAttention(Operation):
             running.by_key_heads(model.k_size, model.num_kv_heads),
             running.by_key_heads(model.v_size, model.num_kv_heads),
         )
-        if running.gathers_latents:
+        if running.keeps_latents:
             attended = attended[0], latent, 0.0
         remade = ("a2a_overlap_attn", *(["mla_up_proj"] if self.from_latents else ()))
         again = ("core_attn", "a2a_overlap_attn")
@@ -321,7 +323,8 @@ class CoreAttention(Operation):
         repeated = Kept(
             "repeated_heads", tuple(repeats * each for each in attended[1:]), again, "core_attn"
         )
-        normed = attended[:2] if running.normed_twice == (True,) else ()
+        twice = "".join(running.normed_twice[:1])
+        normed = tuple(size for name, size in zip("qkv", attended, strict=True) if name in twice)
         beside = Kept("normed_heads", normed, again)
         return Kept("core_attn", attended, remade), repeated, beside, scores, result
 

@@ -44,10 +44,11 @@ class Running:
         microbatch_tokens: tokens that pass a layer at once on this rank, before sequence
             parallelism splits them; decides which tensors are too small to be offloaded.
         microbatch_rows: sequences that pass a layer at once on this rank.
-        latents_gathered: whether context-parallel ranks gather latents, not keys and values: one
-            entry for all layers, or one per layer, repeated; empty: never.
-        normed_twice: whether queries and keys that are normalised without weights are kept beside
-            those that attention keeps: one entry, or one per layer; empty: never.
+        latents_kept: whether attention keeps latents, not keys and values: one entry for all
+            layers, or one per layer, repeated; empty: never.
+        reads_chosen: whether attention to chosen tokens reads the latents of these alone.
+        normed_twice: which of queries, keys and values ("qkv") are normalised without weights and
+            kept beside those that attention keeps: one entry, or one per layer; empty: none.
         exchanging: number of context-parallel ranks that exchange heads (Ulysses), 1 if they do
             not: entries as above. Attention's output is then kept beside what its projection reads,
             and keys and values are repeated if there are fewer heads.
@@ -72,24 +73,19 @@ class Running:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     microbatch_tokens: float = inf
     microbatch_rows: int = 1
-    latents_gathered: tuple[bool, ...] = ()
-    normed_twice: tuple[bool, ...] = ()
+    latents_kept: tuple[bool, ...] = ()
+    reads_chosen: bool = False
+    normed_twice: tuple[str, ...] = ()
     exchanging: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        *,
-        fused_attention: bool = True,
-        others: bool = False,
-    ) -> "Running":
+    def of(cls, config: Config, *, fused_attention: bool = True, others: bool = False) -> "Running":
         """From a configuration whose tensor-parallel degrees are set."""
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
         tokens = config.rank_tokens / parallel.num_sequence_slices
-        latents = config.model.multi_latent_attention and parallel.context_parallel_size > 1
-        gathers = tuple(latents and kind == "all_gather" for kind in parallel.cp_comm_type)
+        # Of layers with a softmax; others do not ask.
+        kept = tuple(map(config.keeps_latents_by, parallel.cp_comm_type))
         return cls(
             seq_length=training.seq_length,
             element_bytes=element,
@@ -107,14 +103,15 @@ class Running:
             memory=config.memory,
             microbatch_tokens=tokens,
             microbatch_rows=training.micro_batch_size,
-            latents_gathered=gathers if any(gathers) else (),
+            latents_kept=kept if any(kept) else (),
+            reads_chosen=config.reads_chosen,
             normed_twice=tuple(_normed_twice(config)),
             exchanging=tuple(_exchanging(config)),
         )
 
     def of_layer(self, layer: int) -> "Running":
         """The same for one layer, where settings differ between layers."""
-        by_layer = self.latents_gathered, self.normed_twice, self.exchanging
+        by_layer = self.latents_kept, self.normed_twice, self.exchanging
         if max(map(len, by_layer)) < 2:
             return self
 
@@ -123,7 +120,7 @@ class Running:
 
         return replace(
             self,
-            latents_gathered=its(self.latents_gathered),
+            latents_kept=its(self.latents_kept),
             normed_twice=its(self.normed_twice),
             exchanging=its(self.exchanging),
         )
@@ -135,9 +132,9 @@ class Running:
         return replace(self, input_bytes=self.element_bytes, scale_rows=0)
 
     @property
-    def gathers_latents(self) -> bool:
-        """Whether latents are gathered in this layer; call on the result of `of_layer`."""
-        return self.latents_gathered == (True,)
+    def keeps_latents(self) -> bool:
+        """Whether this layer's attention keeps latents; call on the result of `of_layer`."""
+        return self.latents_kept == (True,)
 
     @property
     def exchanging_ranks(self) -> int:
@@ -222,6 +219,13 @@ class Running:
         return size / self.microbatch_tokens
 
 
+def row_parts(running: Running) -> int:
+    """Number of ranks that split the tokens of a row, where a microbatch is known."""
+    if running.microbatch_tokens == inf:
+        return 1
+    return round(running.microbatch_rows * running.seq_length / running.microbatch_tokens)
+
+
 def share_at_once(running: Running, rerun_by: tuple[str, ...]) -> float:
     """Share of the tokens that an operation works on at a time: a tile's, in a tiled MLP.
 
@@ -269,18 +273,23 @@ def scale_bytes(running: Running, features: float, rows: float = 0.0) -> float:
     return running.by_microbatch(size * blocks)
 
 
-def _normed_twice(config: Config) -> Iterator[bool]:
-    """Whether ranks exchange the heads of a layer, or move them to host memory, by layer."""
+def _normed_twice(config: Config) -> Iterator[str]:
+    """What is kept twice of each layer, as its ranks exchange heads or move them to host memory."""
     model, parallel = config.model, config.parallel
-    if not model.qk_l2_norm:
+    if not (model.qk_l2_norm or model.v_l2_norm):
         return
-    features = model.q_size / parallel.tensor_model_parallel_size
-    size = config.rank_tokens * ELEMENT_BYTES[config.training.precision] * features
-    moved = "core_attn" in config.memory.moved_items
-    moved = moved and size >= config.memory.min_offloaded_tensor_size
-    ranks = _exchanging(config) or [1]
+    token = config.rank_tokens * ELEMENT_BYTES[config.training.precision]
+    moves, ranks = "core_attn" in config.memory.moved_items, _exchanging(config) or [1]
+    tp = parallel.tensor_model_parallel_size
     for layer in range(model.num_layers):
-        yield model.rotates(layer) and (moved or ranks[layer % len(ranks)] > 1)
+        own = model.as_in(layer)
+        keys = own.kv_heads_of(tp)
+        sizes = {"q": own.q_size / tp, "k": keys * own.query_dim, "v": keys * own.value_dim}
+        normed = "qk" * (model.qk_l2_norm and model.rotates(layer)) + "v" * model.v_l2_norm
+        if ranks[layer % len(ranks)] == 1:
+            least = config.memory.min_offloaded_tensor_size if moves else inf
+            normed = "".join(name for name in normed if token * sizes[name] >= least)
+        yield normed if model.is_softmax(layer) else ""
 
 
 def _exchanging(config: Config) -> list[int]:

@@ -134,9 +134,9 @@ def has_final_norm(model: ModelConfig, parts: StageParts) -> bool:
 
 
 def rotations(model: ModelConfig, parts: StageParts) -> frozenset[bool]:
-    """Of the layers of a stage that RoPE turns: whether they have a base of their own."""
+    """Of the layers of a stage that RoPE turns: whether they are those of `is_local`."""
     rotated = filter(model.rotates, all_layers(model, parts))
-    return frozenset(turns_locally(model, layer) for layer in rotated)
+    return frozenset(map(model.is_local, rotated))
 
 
 def has_linear(model: ModelConfig, parts: StageParts) -> bool:
@@ -147,11 +147,6 @@ def has_linear(model: ModelConfig, parts: StageParts) -> bool:
 def tempers(model: ModelConfig, parts: StageParts) -> bool:
     """Whether layers of a stage multiply queries by factors of their positions."""
     return any(map(model.tempers, all_layers(model, parts)))
-
-
-def turns_locally(model: ModelConfig, layer: int) -> bool:
-    """Whether a layer has the base of RoPE that layers with a window have."""
-    return model.rotary_base_local is not None and model.window_of(layer) is not None
 
 
 def layer_weights(model: ModelConfig, layer: int) -> Weights:

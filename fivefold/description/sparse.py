@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from fivefold.config.model import IndexerShape, ModelConfig
 from fivefold.description.operations import CoreAttention, Kept, Operation
-from fivefold.description.pieces import pieces, queries_at_once
-from fivefold.description.running import Running
+from fivefold.description.pieces import of_all, of_chosen, pieces, queries_at_once
+from fivefold.description.running import Running, row_parts
 from fivefold.description.weights import Weight, whole
 
 AGAIN = ("a2a_overlap_attn",)
@@ -16,7 +16,7 @@ AGAIN = ("a2a_overlap_attn",)
 class Indexing(Operation):
     """The projections of an indexer, the norm of its keys, and their rotation; replicated over TP.
 
-    It reads what others keep, and passes no gradient to it.
+    It reads what others keep, and passes no gradient to it. Frozen, it has none either.
 
     Attributes:
         shape: its sizes.
@@ -34,52 +34,105 @@ class Indexing(Operation):
         own = running.element_bytes * self.shape.dim / running.token_parts
         sizes = self.shape.size, self.shape.dim, self.shape.heads
         tensors = tuple(running.element_bytes * size for size in sizes)
-        return Kept("indexer_key", (own,), AGAIN), Kept(self.name, tensors, AGAIN, "core_attn")
+        given = Kept(self.name, tensors, AGAIN, "core_attn")
+        return (given,) if self.frozen else (Kept("indexer_key", (own,), AGAIN), given)
 
     def deferred(self, running: Running) -> float:
         """Gradients of its outputs."""
-        return running.element_bytes * self.features / running.token_parts
+        return 0.0 if self.frozen else running.element_bytes * self.features / running.token_parts
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
         """Gathered of all tokens, and their gradients scattered; else these are summed."""
-        return (self.features, self.features) if sequence_parallel else (0, 2 * self.features)
+        back = 0 if self.frozen else self.features
+        return (self.features, back) if sequence_parallel else (0, 2 * back)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAttention(CoreAttention):
     """Attention to the best tokens by the scores of an indexer, some queries at a time."""
 
-    def summed(self, running: Running) -> int:
+    def summed(self, running: Running, rank: int | None = None) -> int:
         """Numbers of a microbatch that tensor-parallel ranks sum in a backward, to tell the loss of
-        an indexer: for each query and key, what all heads together look at."""
+        an indexer: for each query and key that it is of, what all heads together look at.
+
+        Args:
+            running: how the layer runs.
+            rank: which of the ranks that split rows; None: the one with most.
+        """
         if not self.model.trains_indexer:
             return 0
-        rows, length = running.microbatch_rows, running.seq_length
-        each = pieces(rows, self._heads(running), length, length)
-        return rows * sum((stop - start) * keys for (start, stop), keys in each)
+        length, parts = running.seq_length, row_parts(running)
+        spans, chunk = [(0, length)], length // (2 * parts)
+        if parts > 1:
+            starts = chunk * (parts - 1 if rank is None else rank)
+            spans = [(starts, starts + chunk), (length - chunk - starts, length - starts)]
+        most = self.model.indexer.topk if running.reads_chosen else length
+        each = pieces(running.microbatch_rows, self.numbers(running), spans)
+        return running.microbatch_rows * sum((b - a) * min(b, most) for a, b in each)
 
-    def _heads(self, running: Running) -> int:
-        """Heads of which scores are held at once."""
+    def numbers(self, running: Running) -> int:
+        """Numbers of a query that are held at once."""
+        shape, length = self.model.indexer, running.seq_length
         heads = self.model.num_attention_heads // running.tensor_parallel
-        return max(heads, self.model.indexer.heads)
+        if running.reads_chosen:
+            return of_chosen(heads, self.sent_latent, shape.heads, shape.topk, length)
+        return of_all(heads, shape.heads, length)
+
+    def at_once(self, running: Running) -> int:
+        """Queries of each row that are taken at once."""
+        parts = row_parts(running)
+        longest = running.seq_length // (2 * parts if parts > 1 else 1)
+        return min(queries_at_once(running.microbatch_rows, self.numbers(running)), longest)
+
+    def key_value_features(self, tp: int, *, gathered: bool = False) -> int:
+        """Those of the latents that are gathered, and of the indexer's key."""
+        sent = super().key_value_features(tp, gathered=gathered)
+        return sent + self.model.indexer.dim * gathered
 
     def working(self, running: Running) -> float:
-        """Most bytes per token of its backward: what it reads, in fp32 at least, and their
-        gradients, with one more of keys that is added; and scores of some queries at a time."""
+        """Most bytes per token of its backward, which takes some queries at a time."""
+        if running.reads_chosen:
+            return self._working_of_chosen(running)
+        return self._working_of_all(running)
+
+    def _working_of_all(self, running: Running) -> float:
+        """What it reads, in fp32 at least, and their gradients, with one more of keys that is
+        added; and scores. Where ranks split rows, keys and values are made here of all tokens."""
         model, wide = self.model, max(running.element_bytes, 4)
-        q, k, v, out = model.q_size, model.k_size, model.v_size, model.attention_size
-        copied = (q + k + v + 2 * out) * (running.element_bytes < wide)
-        of_heads = copied + (q + k + v) + k + running.element_bytes / wide * (q + k + v + out)
+        parts, narrow = row_parts(running), running.element_bytes / wide
+        q, out, keys = model.q_size, model.attention_size, model.k_size + model.v_size
+        copied, made = narrow < 1, narrow * (1 + (parts > 1))
+        of_heads = copied * (q + 2 * out) + q + narrow * (q + out)
+        of_heads += parts * ((copied + 1 + made) * keys + model.k_size)
         shape = model.indexer
-        of_index = shape.size + shape.dim + shape.heads
+        of_index = shape.size + parts * shape.dim + shape.heads
         heads = model.num_attention_heads / running.tensor_parallel
-        length, rows, taught = running.seq_length, running.microbatch_rows, model.trains_indexer
-        scored = shape.heads * (taught or length > shape.topk)
+        taught = model.trains_indexer
+        scored = shape.heads * (taught or running.seq_length > shape.topk)
         compared = taught and not model.dsa_indexer_use_sparse_loss
         of_scores = (2 + compared) * heads + scored
         at_once = max(of_scores, taught * (heads + 3.25 * shape.heads)) + _FEW
-        queries = queries_at_once(rows, self._heads(running), length)
+        queries = parts * self.at_once(running)
         return wide * (of_heads / running.tensor_parallel + of_index + at_once * queries)
+
+    def _working_of_chosen(self, running: Running) -> float:
+        """Gradients of its result and of queries; latents and indexer's keys of all tokens, and
+        their gradients; the up-projection in fp32 at least, with its gradient, and one more that is
+        added or narrowed; of the queries that are taken at once, scores of the indexer, and the
+        latents that they chose with all that is made of them."""
+        model, element, parts = self.model, running.element_bytes, row_parts(running)
+        shape, wide = model.indexer, max(element, 4)
+        heads, features = model.num_attention_heads / running.tensor_parallel, self.sent_latent
+        of_heads = element * (model.q_size + model.attention_size) / running.tensor_parallel
+        of_all = parts * (wide + element) * (features + shape.dim)
+        of_all += element * (shape.size + shape.heads)
+        projected = heads * (model.qk_head_dim + model.v_head_dim) * model.kv_lora_rank
+        chosen = shape.topk * (2 * heads + 2 * features) + 4 * heads * features
+        chosen += model.trains_indexer * shape.topk * (3 * shape.heads + 2 * shape.dim)
+        scored = running.seq_length * (shape.heads + _FEW)
+        queries = running.microbatch_rows * self.at_once(running)
+        at_once = running.by_microbatch(wide * (3 * projected + queries * (chosen + scored)))
+        return of_heads + of_all + at_once
 
 
 def index_flops_per_key(model: ModelConfig) -> int:

@@ -12,7 +12,7 @@ from fivefold.config.config import Config
 from fivefold.data.dataset import content
 from fivefold.data.prepare import PreparedData, Progress, prepare
 from fivefold.data.validation import ValidationSet, has_split, validation_sets
-from fivefold.errors import DataError
+from fivefold.errors import DataError, Mistake
 from fivefold.files import write_atomic
 from fivefold.layout import Layout
 from fivefold.optim.adamw import OPTIMIZER
@@ -110,9 +110,13 @@ def _data(run: Path, state: SavedState, config: Config, progress: Progress) -> P
     try:
         return prepare(data, training.seq_length, training.seed, progress, named_only=not splits)
     except DataError as error:
-        lines = str(error).splitlines()  # training alone has this flag
-        offered = [line for line in lines if "works: --data-path" not in line]
-        raise DataError("\n".join(offered)) from error
+        raise DataError(*map(_without_path, error.mistakes)) from error
+
+
+def _without_path(mistake: Mistake) -> Mistake:
+    """The mistake without a flag that training alone has."""
+    works = (each for each in mistake.works if not each.startswith("--data-path"))
+    return replace(mistake, works=tuple(works))
 
 
 def _differs(data: PreparedData, state: SavedState) -> bool:

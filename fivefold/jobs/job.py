@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from fivefold.config.config import Config
 from fivefold.config.sources import to_toml
-from fivefold.errors import ConfigError
+from fivefold.errors import ConfigError, Mistake
 
 STOP_SECONDS = 600
 """Between a warning and the end of a job: a step, an evaluation and a checkpoint must fit."""
@@ -89,15 +89,14 @@ def read_limit(text: str) -> timedelta:
     elif re.fullmatch("[0-9]{1,6}", text):
         limit = timedelta(minutes=int(text))
     else:
-        raise ConfigError(
-            f"--time is {text!r}, and must be minutes, H:MM:SS or D-HH:MM:SS\n"
-            "  works: --time 24:00:00"
-        )
+        what = f"--time is {text!r}, and must be minutes, H:MM:SS or D-HH:MM:SS"
+        raise ConfigError(Mistake(what, works=("--time 24:00:00",)))
     if limit.total_seconds() <= STOP_SECONDS:
-        raise ConfigError(
+        what = (
             f"--time {text} leaves no time to train: {STOP_SECONDS // 60} minutes before the end "
-            f"a job is asked to save\n  works: --time {2 * STOP_SECONDS // 60}"
+            "a job is asked to save"
         )
+        raise ConfigError(Mistake(what, works=(f"--time {2 * STOP_SECONDS // 60}",)))
     return limit
 
 

@@ -37,7 +37,15 @@ def _check_latents(config: Config, mistakes: Mistakes) -> None:
         mistakes.add(
             f"recompute_modules mla_up_proj saves nothing with cp_comm_type {' '.join(kinds)}, "
             "which keeps the keys and values received from other ranks",
-            works=["--cp-comm-type p2p", without],
+            works=[*([] if config.model.is_sparse else ["--cp-comm-type p2p"]), without],
+        )
+    elif config.reads_chosen:
+        mistakes.add(
+            "recompute_modules mla_up_proj saves nothing where attention to chosen tokens reads "
+            "their latents (seq_length is many times dsa_indexer_topk): no keys and values are "
+            "kept",
+            f"seq_length {config.training.seq_length}, topk {config.model.indexer.topk}",
+            works=[without],
         )
     if "core_attn" in moved:
         mistakes.add(

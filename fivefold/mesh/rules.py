@@ -3,21 +3,22 @@
 from collections.abc import Callable, Collection
 from math import isqrt, prod
 
-from fivefold.config.config import SETTINGS, Config
+from fivefold.config.config import Config
 from fivefold.config.divisors import divisors, nearest
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.rules.sparse import check_sparse_ranks
 from fivefold.errors import Mistakes
 
 
 def tensor_parallel_sizes(model: ModelConfig) -> list[int]:
     """The tensor-parallel sizes that the model allows."""
-    kv = model.num_kv_heads
+    groups = [own.num_kv_heads for own in model.attentions]
     sizes = [size for _, size in _split_over_tp(model)]
     return [
         d
         for d in divisors(model.num_attention_heads)
-        if (kv % d == 0 or d % kv == 0) and not any(size % d for size in sizes)
+        if all(kv % d == 0 or d % kv == 0 for kv in groups) and not any(size % d for size in sizes)
     ]
 
 
@@ -38,6 +39,8 @@ def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
 
 def _groups_setting(model: ModelConfig) -> str:
     """The setting of what ranks split of layers with states."""
+    if model.experimental_attention_variant == "short_convolution":
+        return "num_attention_heads"
     hybrid = model.hybrid_override_pattern is not None
     return "mamba_num_groups" if hybrid else "linear_num_key_heads"
 
@@ -58,21 +61,16 @@ def check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mi
                 f"{size} / {tp} = {size / tp:.4g}",
                 works=[f"--tp {d}" for d in nearest(tp, tensor_parallel_sizes(model))],
             )
-    kv_heads = model.num_kv_heads
-    if kv_heads % tp and tp % kv_heads:
-        mistakes.add(
-            f"{kv_heads} key/value heads are neither a multiple nor a divisor of tp {tp}",
-            f"{kv_heads} / {tp} = {kv_heads / tp:.4g}, {tp} / {kv_heads} = {tp / kv_heads:.4g}",
-            works=[f"--tp {d}" for d in nearest(tp, tensor_parallel_sizes(model))],
-        )
+    for kv_heads in dict.fromkeys(own.num_kv_heads for own in model.attentions):
+        if kv_heads % tp and tp % kv_heads:
+            mistakes.add(
+                f"{kv_heads} key/value heads are neither a multiple nor a divisor of tp {tp}",
+                f"{kv_heads} / {tp} = {kv_heads / tp:.4g}, {tp} / {kv_heads} = {tp / kv_heads:.4g}",
+                works=[f"--tp {d}" for d in nearest(tp, tensor_parallel_sizes(model))],
+            )
     cp = parallel.context_parallel_size
     tokens = training.micro_batch_size * training.seq_length // cp
-    if parallel.sequence_parallel and tp == 1:
-        mistakes.add(
-            "sequence_parallel splits tokens over tensor-parallel ranks, and tp is 1",
-            works=["--tensor-model-parallel-size 2", "--no-sequence-parallel"],
-        )
-    elif parallel.sequence_parallel and tokens % tp:
+    if parallel.sequence_parallel and tokens % tp:
         shared = "" if cp == 1 else f" / cp {cp}"
         unit = 2 * tp * cp if cp > 1 else tp
         mistakes.add(
@@ -104,7 +102,6 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
     """
     model = config.model
     if model.num_experts is None:
-        _check_no_experts(parallel, mistakes)
         return
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     tp, inner = parallel.tensor_model_parallel_size, model.expert_ffn_size
@@ -129,12 +126,6 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
         )
     if parallel.overlap_moe_expert_parallel_comm:
         _check_overlap(config, parallel, mistakes)
-    elif parallel.delay_wgrad_compute:
-        mistakes.add(
-            "delay_wgrad_compute fills the time of messages that a pair of a forward and a "
-            "backward hides, and overlap_moe_expert_parallel_comm is off",
-            works=["--overlap-moe-expert-parallel-comm", "--no-delay-wgrad-compute"],
-        )
     halves = config.memory.modules_of_halves
     if halves and not parallel.overlap_moe_expert_parallel_comm:
         mistakes.add(
@@ -142,24 +133,6 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
             "overlap_moe_expert_parallel_comm interleaves, and it is off",
             works=["--overlap-moe-expert-parallel-comm", "--recompute-modules moe_act"],
         )
-
-
-def _check_no_experts(parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    for name in (
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "moe_token_dispatcher_type",
-        "moe_enable_deepep",
-        "moe_shared_expert_overlap",
-        "overlap_moe_expert_parallel_comm",
-        "delay_wgrad_compute",
-    ):
-        value, setting = getattr(parallel, name), SETTINGS[name]
-        if value != setting.default:
-            mistakes.add(
-                f"{name} = {setting.words(value)} needs a model with num_experts",
-                works=[setting.typed(setting.default)],
-            )
 
 
 def _check_folding(num_experts: int, parallel: ParallelConfig, mistakes: Mistakes) -> None:
@@ -206,7 +179,7 @@ def _check_overlap(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
 
 
 def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Check that context parallelism divides tokens and heads.
+    """Check that context parallelism divides tokens and heads, and how.
 
     Args:
         config: configuration that is asked for.
@@ -252,14 +225,17 @@ def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
     tp = parallel.tensor_model_parallel_size
     keys = model.states.groups // tp
     if model.has_linear_layers and keys % cp:
-        hybrid = model.hybrid_override_pattern is not None
-        of = "groups of Mamba-2" if hybrid else "key heads of linear attention"
+        of = {
+            "mamba_num_groups": "groups of Mamba-2",
+            "linear_num_key_heads": "key heads of linear attention",
+        }.get(_groups_setting(model), "groups of a short convolution's features")
         mistakes.add(
             f"{cp} context-parallel ranks cannot exchange tokens for {keys} {of}",
             f"{_groups_setting(model)} {model.states.groups} / tp {tp} = {keys}, and {keys} / "
             f"{cp} = {keys / cp:.4g}",
             works=[f"--cp {d}" for d in nearest(cp, divisors(max(keys, 1)))],
         )
+    check_sparse_ranks(model, parallel, mistakes)
     if "a2a" in kinds:
         _check_heads(model, parallel, cp, lambda n: f"--cp {n}", mistakes)
     if "a2a+p2p" in kinds and two and prod(sizes) == cp:
@@ -289,11 +265,12 @@ def _check_heads(
         among: possible numbers of these ranks; None: any.
     """
     tp = parallel.tensor_model_parallel_size
-    heads, kv_heads = model.num_attention_heads // tp, model.kv_heads_of(tp)
+    heads = model.num_attention_heads // tp
+    groups = dict.fromkeys(own.kv_heads_of(tp) for own in model.attentions)
     fitting = [
         d
         for d in divisors(max(heads, 1))
-        if (kv_heads % d == 0 or d % kv_heads == 0) and (among is None or d in among)
+        if all(kv % d == 0 or d % kv == 0 for kv in groups) and (among is None or d in among)
     ]
     ring = "--cp-comm-type p2p"
     if parallel.hierarchical_context_parallel_sizes:
@@ -306,9 +283,12 @@ def _check_heads(
             f"{heads / ranks:.4g}",
             works=works,
         )
-    elif kv_heads % ranks and ranks % kv_heads:
-        mistakes.add(
-            f"{ranks} ranks cannot exchange tokens for {kv_heads} key/value heads",
-            f"neither is a multiple of the other: {kv_heads} / {ranks} = {kv_heads / ranks:.4g}",
-            works=works,
-        )
+        return
+    for kv_heads in groups:
+        if kv_heads % ranks and ranks % kv_heads:
+            each = f"{kv_heads} / {ranks} = {kv_heads / ranks:.4g}"
+            mistakes.add(
+                f"{ranks} ranks cannot exchange tokens for {kv_heads} key/value heads",
+                f"neither is a multiple of the other: {each}",
+                works=works,
+            )

@@ -97,6 +97,11 @@ class Context:
         """Rows of the microbatch, over all ranks that share it."""
         return len(self.first_ids_B)
 
+    def row_length(self, tokens: int) -> int:
+        """Tokens of a row of the microbatch, of which this rank has so many in all."""
+        ranks = 1 if self.part is None else len(self.part.shards.chunks)
+        return tokens * ranks // self.microbatch_rows
+
     @property
     def rows_T(self) -> Tensor:
         """Row index of each of this rank's tokens in the residual stream."""

@@ -199,6 +199,13 @@ def _matrix(
     return out
 
 
+def initial_buffer(name: str, model: ModelConfig) -> float:
+    """What all elements of a buffer start at, in fp32: numbers of layers, and biases of routers."""
+    if not name.endswith("layer_scalar") or model.layer_scalar is None:
+        return 0.0
+    return torch.tensor(model.layer_scalar, dtype=torch.float32).item()
+
+
 def initialise(stage: Stage, seed: int) -> None:
     """Initialise every parameter of an unsharded stage in place."""
     with torch.no_grad():

@@ -19,11 +19,13 @@ from fivefold.model.layers import LayerBlock
 from fivefold.model.linear_attention.gated_delta_net import GatedDeltaNet
 from fivefold.model.linear_attention.kimi_delta import KimiDeltaAttention
 from fivefold.model.linear_attention.mamba import Mamba
+from fivefold.model.linear_attention.short_convolution import ShortConvolution
 from fivefold.model.linear_attention.state_layer import StateLayer
 from fivefold.model.lora import add_adapters
 from fivefold.model.mlp import MLP
 from fivefold.model.moe.layer import MoE
 from fivefold.model.norms import RMSNorm, make_norm
+from fivefold.model.scalar import times
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -47,8 +49,11 @@ def make_attention(model: ModelConfig, layer: int) -> AttentionBlock | StateLaye
     if not kind.attends:
         return None
     if kind.linear:
-        delta = KimiDeltaAttention if model.fades_features else GatedDeltaNet
-        return (delta if kind.mixer is None else Mamba)(model, layer)
+        if kind.mixer is not None:
+            return Mamba(model, layer)
+        if model.experimental_attention_variant == "short_convolution":
+            return ShortConvolution(model, layer)
+        return (KimiDeltaAttention if model.fades_features else GatedDeltaNet)(model, layer)
     return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
 
 
@@ -70,6 +75,7 @@ class TransformerLayer(nn.Module):
         block: seam around a norm and the module after it.
         fuses_norm: as in `model.fusions`.
         wide: whether its linear layers keep bf16 where those of others have 8 bits.
+        layer_scalar: [1], what its result is multiplied by; None: it is not.
     """
 
     def __init__(self, model: ModelConfig, layer: int, experts: ExpertsConfig) -> None:
@@ -90,6 +96,9 @@ class TransformerLayer(nn.Module):
         self.adapted, self.lora_dropout = add_adapters(self, model), model.lora_dropout
         self.block: NormedBlock = plain_block
         self.fuses_norm, self.wide = False, kind.wide
+        scalar = None if model.layer_scalar is None else torch.full((1,), model.layer_scalar)
+        self.layer_scalar: Tensor | None
+        self.register_buffer("layer_scalar", scalar)
 
     @property
     def norm_before_mlp(self) -> nn.Module:
@@ -106,7 +115,8 @@ class TransformerLayer(nn.Module):
         """[T, H] -> [T, H]."""
         if context.dropout is not None:
             context = replace(context, layer=self._dropout(context.dropout))
-        return self.run(x_TH, context)
+        made_TH = self.run(x_TH, context)
+        return made_TH if self.layer_scalar is None else times(made_TH, self.layer_scalar)
 
     def run(self, x_TH: Tensor, context: Context) -> Tensor:
         """`forward` without what differs between layers by name; compiled once for all of them."""

@@ -27,7 +27,8 @@ def frequencies(
 
     Llama 3.1's scaling divides the frequencies of wavelengths longer than the original context by
     a factor, keeps short wavelengths, and interpolates in between. For YaRN see `_yarn`. LongRoPE
-    (Ding et al. 2024) divides each by a factor of its own, of two lists.
+    (Ding et al. 2024) divides each by a factor of its own, of two lists. Proportional RoPE (Gemma
+    4) has the frequencies of a whole head, of which the last ones are 0.
 
     Args:
         model: the architecture.
@@ -37,6 +38,8 @@ def frequencies(
     features = model.rotary_dim
     exponents = torch.arange(0, features, 2, dtype=torch.float64, device=device)
     plain = model.rotary_base ** (-exponents / features)
+    if model.rope_type == "proportional":
+        plain[int(model.rotary_percent * features // 2) :] = 0.0
     if model.rotary_seq_len_interpolation_factor is not None:
         plain = plain / model.rotary_seq_len_interpolation_factor
     if model.rope_type == "yarn":
@@ -159,8 +162,10 @@ class Rotary:
     """
 
     def __init__(self, model: ModelConfig, kinds: Iterable[bool], seq_length: int) -> None:
-        self._model = replace(model, rotary_base=base_at(model, seq_length))
-        self._kinds = (*kinds,)
+        each = {local: model.attention_of(local) for local in kinds}
+        self._models = {
+            local: replace(own, rotary_base=base_at(own, seq_length)) for local, own in each.items()
+        }
         long = is_long(model, seq_length)
         self._factors = model.longrope_long_factor if long else model.longrope_short_factor
         self._on_device: Tensor | None = None
@@ -168,21 +173,12 @@ class Rotary:
     def tables(
         self, positions_BS: Tensor, dtype: torch.dtype, fused: bool
     ) -> dict[bool, RotaryTables]:
-        """The tables of each kind of layer: False, or True for those with `rotary_base_local`."""
-        found: dict[bool, RotaryTables] = {}
-        for local in self._kinds:
-            own, factors = self._model, self._factors_on(positions_BS.device)
-            if local:
-                base = own.rotary_base_local or own.rotary_base
-                own = replace(
-                    own,
-                    rotary_base=base,
-                    rope_type="rope",
-                    use_rope_scaling=False,
-                    rotary_seq_len_interpolation_factor=None,
-                )
-            found[local] = RotaryTables.at(own, positions_BS, dtype, fused, factors)
-        return found
+        """The tables of each kind of layer: False, or True for those of `is_local`."""
+        factors = self._factors_on(positions_BS.device)
+        return {
+            local: RotaryTables.at(own, positions_BS, dtype, fused, factors)
+            for local, own in self._models.items()
+        }
 
     def _factors_on(self, device: torch.device) -> Tensor | None:
         """LongRoPE's factors, copied once: the host would wait, and no CUDA graph records it."""

@@ -132,7 +132,7 @@ def read_rows(path: Path) -> list[PublishedRow]:
         raise DataError(f"cannot read {path}:{reader.line_num}: {error}") from None
     wrong = list(islice(_wrong(names, lines), MOST_TOLD))
     if wrong:
-        raise DataError("\n".join(f"{path}:{problem}" for problem in wrong))
+        raise DataError(*(f"{path}:{problem}" for problem in wrong))
     return [
         PublishedRow(line, MappingProxyType(dict(zip(names, cells, strict=True))))
         for line, cells in lines

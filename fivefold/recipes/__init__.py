@@ -25,15 +25,15 @@ FETCH: Mapping[str, str] = MappingProxyType(
 _OF_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*?)(?:/tokenizer\.json)?")
 
 
-def how_to_get(path: str) -> str:
-    """A line of a message with the command that fetches what a recipe reads, or no text."""
-    return f"  get it with: {FETCH[path]}\n" if path in FETCH else ""
+def how_to_get(path: str) -> tuple[str, ...]:
+    """A line of a message with the command that fetches what a recipe reads, if one does."""
+    return (f"get it with: {FETCH[path]}",) if path in FETCH else ()
 
 
-def how_to_get_tokenizer(path: str) -> str:
+def how_to_get_tokenizer(path: str) -> tuple[str, ...]:
     """As `how_to_get`, also for names as models have them on the hub (`Qwen/Qwen3-8B`)."""
     if path not in FETCH and (named := _OF_HUB.fullmatch(path)):
         name = named[1]
         command = f"hf download {name} tokenizer.json --local-dir {name}"
-        return f"  of a model on the Hugging Face hub, get it with: {command}\n"
+        return (f"of a model on the Hugging Face hub, get it with: {command}",)
     return how_to_get(path)

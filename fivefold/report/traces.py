@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from fivefold.errors import DataError
+from fivefold.errors import DataError, Mistake
 from fivefold.files import read_json
 from fivefold.train.folder.run_folder import RunFolder
 
@@ -53,10 +53,9 @@ def read_traces(folder: Path) -> list[RankTrace]:
         if (match := _NAME.fullmatch(path.name))
     }
     if not found:
-        raise DataError(
-            f"{folder} holds no trace of torch's profiler\n"
-            "  try:   fivefold train ... --profile --use-pytorch-profiler"
-        )
+        what = f"{folder} holds no trace of torch's profiler"
+        again = "fivefold train ... --profile --use-pytorch-profiler"
+        raise DataError(Mistake(what, attempt=again))
     return [_summed(rank, _events(path)) for rank, path in sorted(found.items())]
 
 

@@ -25,7 +25,6 @@ from fivefold.data_parallel.rules import check_replicas, keeps_blocks
 from fivefold.data_parallel.zeropp_rules import ACTS_ON, part_fits, techniques
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.grid import Grid
-from fivefold.mesh.rules import check_experts
 from fivefold.model.eight_bit.rules import gathers_as_multiplied
 from fivefold.predict.times.context import legal_ways
 from fivefold.search.columns import Columns, join, table, where
@@ -177,9 +176,7 @@ class _Axes:
         """Pairs of expert-parallel and expert-tensor-parallel sizes; etp is 1 or in `tensor`."""
         experts, inner = self.config.model.num_experts, self.config.model.expert_ffn_size
         if experts is None:
-            mistakes = Mistakes()
-            check_experts(self.config, self.config.parallel, mistakes)
-            return {"ep": [], "etp": []} if mistakes.found else {"ep": [1], "etp": [1]}
+            return {"ep": [1], "etp": [1]}
         ep = self.sizes("ep", lambda n: experts % n == 0)
 
         def divides(etp: int) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
-from fivefold.config.model import ModelConfig
 from fivefold.config.rules.memory import check_memory
 from fivefold.errors import Mistakes
 
@@ -48,7 +47,7 @@ def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
     }
     choices = [
         MemoryChoice({"recompute_granularity": None}),
-        *_module_sets(config.model),
+        *_module_sets(config),
         MemoryChoice(whole, is_full=True),
     ]
     return _legal(config, choices)
@@ -128,11 +127,12 @@ def in_flight_limits(
             yield {LIMIT: limit}
 
 
-def _module_sets(model: ModelConfig) -> list[MemoryChoice]:
+def _module_sets(config: Config) -> list[MemoryChoice]:
     """Sets of modules to recompute, those with the least cost per byte saved first."""
+    model = config.model
     norm = ("layernorm",) if model.norms_before else ()
     cheap = [norm]
-    if model.multi_latent_attention:
+    if model.multi_latent_attention and not config.reads_chosen:
         # Without a latent of their own, queries are made again of what the norm would discard.
         beside = () if model.q_lora_rank is None else norm
         cheap = [(*beside, "mla_up_proj"), *cheap]

@@ -62,7 +62,9 @@ class Facts:
             cluster.nodes,
             cluster.network_link.bandwidth,
             cluster.gpus_per_node,
-            1 if model.multi_latent_attention else model.num_kv_heads,
+            1
+            if model.multi_latent_attention
+            else min(own.num_kv_heads for own in model.attentions),
         )
 
 

@@ -78,7 +78,7 @@ def install_tensor_parallel(
         block.summed, block.place = partial(all_reduce, group=group), rank
         block.split(rank, size)
         if isinstance(block, Attention):
-            block.norm_together = HeadsTogether(group, stage.model)
+            block.norm_together = HeadsTogether(group, block.model)
     for prediction in stage.predictions:
         prediction.column, prediction.joined = column, WholeRows(group, sequence_parallel)
     _install_vocabulary(stage, group, column)

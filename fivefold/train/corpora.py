@@ -33,31 +33,33 @@ def check_corpora(config: Config) -> None:
             everything that is missing.
     """
     settings, sources = config.data, _sources(config)
-    missing, instead = [], []
+    missing, instead = list[Mistake](), list[str]()
     try:
         grouped(sources)
     except DataError as error:
-        missing.append(str(error))
+        missing += error.mistakes
         if any(source.path in FETCH for source in sources):
             instead.append(f"--data-path {BUILTIN}")
     for name, source in parse_named_paths(settings.valid_data_path).items():
         try:
             grouped([source])
         except DataError as error:
-            missing.append(f"validation set {name}: {error}")
+            missing += [
+                replace(each, what=f"validation set {name}: {each.what}") for each in error.mistakes
+            ]
     try:
         if settings.tokenizer_model is not None:
             _check_vocabulary(config, Tokenizer.load(settings.tokenizer_model))
     except DataError as error:
-        missing.append(str(error))
+        missing += error.mistakes
         if settings.tokenizer_model in FETCH and not any(s.indexed_prefix for s in sources):
             instead.append("--tokenizer-model none")
     if instead:
         made_up = [flags.replace(BUILTIN, MOCK) for flags in instead]
         ways = dict.fromkeys(map(" ".join, (instead, made_up)))
-        missing.append(f"  try:   {' | '.join(ways)}")
+        missing[-1] = replace(missing[-1], attempt=" | ".join(ways))
     if missing:
-        raise DataError("\n".join(missing))
+        raise DataError(*missing)
 
 
 def open_data(config: Config, progress: Progress, tokenizer: Path | None = None) -> PreparedData:

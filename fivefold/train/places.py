@@ -21,7 +21,7 @@ from fivefold.train.machine.numa import Binding, bind, choose_bindings
 from fivefold.train.machine.open_files import check_open_files
 from fivefold.train.machine.threads import Threads, choose_threads
 from fivefold.train.profile import check_profiler
-from fivefold.train.ranks.launch import init_process_group
+from fivefold.train.ranks.join import init_process_group
 from fivefold.train.ranks.rank_env import RankEnv
 
 

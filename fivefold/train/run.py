@@ -16,7 +16,7 @@ from fivefold.config.config import Config
 from fivefold.config.sources import to_toml
 from fivefold.counts.derived import describe
 from fivefold.data.prepare import PreparedData, Progress
-from fivefold.errors import FivefoldError, TrainingError
+from fivefold.errors import FivefoldError, Mistake, TrainingError
 from fivefold.files import telling_system_errors
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import from_first
@@ -280,10 +280,9 @@ def _open_data(job: Job, progress: Progress) -> PreparedData:
 def _nothing_to_do(job: Job) -> str:
     training = job.layout.config.training
     steps = training.num_steps
-    return (
-        f"{job.path} has done its {several(steps, 'step')}: nothing is left to do\n"
-        f"  try:   {training.lasting(2 * steps)} to go on, or another --save to train anew"
-    )
+    what = f"{job.path} has done its {several(steps, 'step')}: nothing is left to do"
+    further = f"{training.lasting(2 * steps)} to go on, or another --save to train anew"
+    return str(Mistake(what, attempt=further))
 
 
 def _begin(

@@ -14,9 +14,9 @@ MOST_FEATURES = 512  # inner features of all experts of a layer, if their ranks 
 def narrower(layout: Layout, config: Config) -> Config:
     """Few, small heads and a small vocabulary; what tp divides is divided as before."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    kv_heads, group = _few_heads(model, tp * _exchanging(config))
-    heads = kv_heads * group
-    head_dim = min(model.head_dim, max(4, 64 // heads // 2 * 2))  # even, for RoPE
+    heads, groups = _few_heads(model, tp * _exchanging(config))
+    even = 2 if model.kv_channels_local is None else 8  # features, for RoPE of a part of them
+    head_dim = min(model.head_dim, max(4, even, 64 // heads // even * even))
     hidden = heads * head_dim
     if model.q_size != model.hidden_size:
         hidden += 8
@@ -32,7 +32,7 @@ def narrower(layout: Layout, config: Config) -> Config:
     return config.with_values(
         hidden_size=hidden,
         num_attention_heads=heads,
-        **_small_heads(model, kv_heads, head_dim),
+        **_small_heads(model, groups, head_dim),
         ffn_hidden_size=ffn,
         vocab_size=4 * multiple - padding,
         make_vocab_size_divisible_by=multiple,
@@ -40,7 +40,7 @@ def narrower(layout: Layout, config: Config) -> Config:
     )
 
 
-def _small_heads(model: ModelConfig, kv_heads: int, head_dim: int) -> dict[str, Any]:
+def _small_heads(model: ModelConfig, groups: list[int], head_dim: int) -> dict[str, Any]:
     """Sizes of heads and latents; features without positions remain if there were any."""
     if model.multi_latent_attention:
         most = {
@@ -53,22 +53,36 @@ def _small_heads(model: ModelConfig, kv_heads: int, head_dim: int) -> dict[str, 
             "dsa_indexer_head_dim": 8,
             "dsa_indexer_topk": 8,
         }
-        sizes = {name: getattr(model, name) for name in most}
-        small = {n: None if size is None else min(size, most[n]) for n, size in sizes.items()}
+        given = {name: getattr(model, name) for name in most}
+        small = {n: None if size is None else min(size, most[n]) for n, size in given.items()}
         return {"num_query_groups": None, "kv_channels": None, **small}
     share = model.rotary_percent
     if share != 1.0:
         share = (max(2, int(head_dim * share) // 2 * 2) + 0.5) / head_dim
-    return {"num_query_groups": kv_heads, "kv_channels": head_dim, "rotary_percent": share}
+    sizes: dict[str, Any] = {"num_query_groups": groups[0], "kv_channels": head_dim}
+    if model.v_channels is not None:
+        sizes["v_channels"] = max(2, head_dim * model.v_channels // model.head_dim)
+    if model.num_query_groups_local is not None:
+        sizes["num_query_groups_local"] = groups[-1]
+    if model.kv_channels_local is not None:
+        wider = model.kv_channels_local > model.head_dim
+        sizes["kv_channels_local"] = head_dim * 2 if wider else head_dim // 2
+        share = share if share == 1.0 else 0.5  # even features of heads of either size
+    return sizes | {"rotary_percent": share}
 
 
-def _few_heads(model: ModelConfig, ranks: int) -> tuple[int, int]:
-    """Key/value heads, and query heads per key/value head, that divide evenly over the ranks."""
-    kv_heads, group = model.num_kv_heads, model.num_attention_heads // model.num_kv_heads
-    if kv_heads % ranks == 0:
-        kv_heads = ranks * min(kv_heads // ranks, 2)
-    fits = [n for n in range(min(group, 2), group + 1) if kv_heads * n % ranks == 0]
-    return kv_heads, fits[0]
+def _few_heads(model: ModelConfig, ranks: int) -> tuple[int, list[int]]:
+    """Query heads that divide evenly over the ranks, and key/value heads that share them: those of
+    layers without a window, then of those with one."""
+    every, groups = model.num_attention_heads, list[int]()
+    kinds = (False, True) if model.has_local_sizes else (False,)
+    before = [model.attention_of(local).num_kv_heads for local in kinds]
+    for kv_heads in before:
+        held = kv_heads // ranks
+        groups.append(ranks * min(held, 2) if kv_heads % ranks == 0 else kv_heads)
+    least = max(few * min(every // kv, 2) for few, kv in zip(groups, before, strict=True))
+    unit = lcm(ranks, *groups)
+    return -(-least // unit) * unit, groups
 
 
 def _fewer_experts(layout: Layout, config: Config, hidden: int) -> dict[str, Any]:

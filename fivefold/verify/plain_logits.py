@@ -24,18 +24,39 @@ class LogitWatch:
     """
 
     def __init__(self, model: Stage, config: Config) -> None:
-        self._seen: dict[str, list[Tensor]] = {}
+        self._config, self._seen = config.optimizer, dict[str, list[Tensor]]()
+        self._models: dict[str, ModelConfig] = {}
         if not config.optimizer.notes_logits:
             return
         for name, block in model.named_modules():
             if isinstance(block, AttentionBlock):
                 block.kernel = self._watched(name, block.kernel)
+                self._models[name] = block.model
 
     def taken(self) -> dict[str, Tensor]:
         """The largest logit of each head since the last time, [N] by the name of its block."""
         found = {name: torch.stack(each).amax(0) for name, each in self._seen.items()}
         self._seen = {}
         return found
+
+    @torch.no_grad()
+    def clip(self, weights: Mapping[str, Tensor], logits: Mapping[str, Tensor]) -> None:
+        """Scale the weights of queries and keys, head by head.
+
+        Args:
+            weights: weights by name.
+            logits: as `taken` gave them.
+        """
+        limit, alpha = self._config.qk_clip_threshold, self._config.qk_clip_alpha
+        for name, largest_N in logits.items():
+            model = self._models[name]
+            of = {n.removeprefix(f"{name}."): w for n, w in weights.items() if n.startswith(name)}
+            shared = _shared(model)
+            for head in range(0, len(largest_N), shared):
+                most = float(largest_N[head : head + shared].max())
+                if most > limit:
+                    clip = _clip_latent if model.multi_latent_attention else _clip_group
+                    clip(of, head, limit / most, alpha, model)
 
     def _watched(self, name: str, kernel: Any) -> Any:
         def watching(q: Tensor, k: Tensor, v: Tensor, scope: Scope, drop: Any) -> Tensor:
@@ -68,37 +89,17 @@ def largest_of(logits: Mapping[str, Tensor]) -> dict[str, float]:
     return {"max_attention_logit": float(max(map(torch.max, logits.values())))} if logits else {}
 
 
-@torch.no_grad()
-def clip_logits(
-    weights: Mapping[str, Tensor], logits: Mapping[str, Tensor], config: Config
-) -> None:
-    """Scale the weights of queries and keys, head by head.
-
-    Args:
-        weights: weights by name.
-        logits: as `LogitWatch.taken` gave them.
-        config: the configuration.
-    """
-    limit, alpha = config.optimizer.qk_clip_threshold, config.optimizer.qk_clip_alpha
-    clip = _clip_latent if config.model.multi_latent_attention else _clip_group
-    for name, largest_N in logits.items():
-        of = {key.removeprefix(f"{name}."): w for key, w in weights.items() if key.startswith(name)}
-        shared = 1 if config.model.multi_latent_attention else _shared(config.model)
-        for head in range(0, len(largest_N), shared):
-            most = float(largest_N[head : head + shared].max())
-            if most > limit:
-                clip(of, head, limit / most, alpha, config.model)
-
-
 def _shared(model: ModelConfig) -> int:
-    return model.num_attention_heads // model.num_kv_heads
+    """Query heads that share a key head."""
+    latent = model.multi_latent_attention
+    return 1 if latent else model.num_attention_heads // model.num_kv_heads
 
 
 def _clip_group(
     of: Mapping[str, Tensor], head: int, share: float, alpha: float, model: ModelConfig
 ) -> None:
     """The query heads from `head` on that share a key head, and this."""
-    D, each = model.head_dim, model.query_outputs // model.num_attention_heads
+    D, each = model.query_dim, model.query_outputs // model.num_attention_heads
     for query in range(head, head + _shared(model)):
         of["q_proj.weight"][query * each : query * each + D] *= share**alpha
     group = head // _shared(model)

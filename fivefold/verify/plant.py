@@ -210,7 +210,7 @@ def _with_columns(engine: Engine) -> Iterator[Stage | LayerBlock]:
 def _has_partial_gradients(layout: Layout) -> bool:
     """Whether some replicated parameter sees only part of the tokens or heads."""
     model, parallel = layout.config.model, layout.config.parallel
-    few_heads = model.num_kv_heads % layout.grid.tp != 0
+    few_heads = any(own.num_kv_heads % layout.grid.tp for own in model.attentions)
     each_head = model.qk_layernorm and not model.norms_together
     return layout.grid.tp > 1 and (parallel.sequence_parallel or each_head or few_heads)
 

@@ -29,11 +29,13 @@ from fivefold.model.transformer import Stage, taught
 from fivefold.train.batches import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
 from fivefold.verify.choices import ChoiceRecorder, Choices, follow
-from fivefold.verify.plain_logits import LogitWatch, clip_logits, largest_of
+from fivefold.verify.plain_logits import LogitWatch, largest_of
 from fivefold.verify.plain_update import PlainUpdate
 from fivefold.verify.standing_in import in_order, round_gathered, scale_each_element, stand_in
 
 Tensors = dict[str, Tensor]
+Routing = dict[int, list[Tensor]]
+"""Tokens of each expert in each microbatch, by layer."""
 NAMED = ("grads", "before", "after", "choices")
 """Fields of a step that hold a tensor for each name."""
 
@@ -104,69 +106,95 @@ def run_reference(
         dtype: compute dtype; of 16 bits, master weights are fp32, and in fp16 the loss is scaled.
         followed: steps in which routers choose as they did there; empty: by their own scores.
     """
-    master = _master(config, dtype)
-    weights = {name: p for name, p in master.named_parameters() if p.requires_grad}
-    update = PlainUpdate(weights, config, dtype)
-    model = plain_model(config, dtype)
-    model.load_state_dict(master.state_dict())
-    scaling = delayed_scaling(model, config)
-    round_gathered(model, config)
-    watch = LogitWatch(model, config)
-    recorder = None if followed else ChoiceRecorder(model)
-    first, least = config.optimizer.loss_scales if dtype == torch.float16 else (1.0, 1.0)
-    scale, found = first, []
-    for step in range(steps):
-        before = _state(master, scaling)
-        batch = global_batch(config, step)
-        samples = microbatches(config, batch)
-        scaling.begin()
-        tokens = valid_by_depth(as_batch(batch, step, config.model.mtp_num_layers))
-        narrow = config.optimizer.narrow_gradients and dtype == torch.bfloat16
-        while True:
-            watch.taken()
-            if followed:
-                follow(model, followed[step].choices, torch.device("cpu"))
-            routing: dict[int, list[Tensor]] = {}
-            batches = batches_of(config, samples, step)
-            losses, grads = gradients(model, batches, tokens, routing, narrow=narrow, scale=scale)
-            noted = model.noted.take()
-            if scale <= least or all(bool(grad.isfinite().all()) for grad in grads.values()):
-                break
-            scale /= 2
-        logits = watch.taken()
+    run = _PlainRun(config, dtype, followed)
+    return [run.step(number) for number in range(steps)]
+
+
+class _PlainRun:
+    """The training of a plain model, step by step; arguments are those of `run_reference`."""
+
+    def __init__(
+        self, config: Config, dtype: torch.dtype, followed: Sequence[ReferenceStep]
+    ) -> None:
+        self._config, self._followed = config, followed
+        self._master = _master(config, dtype)
+        named = self._master.named_parameters()
+        self._weights = {name: p for name, p in named if p.requires_grad}
+        self._update = PlainUpdate(self._weights, config, dtype)
+        self._model = plain_model(config, dtype)
+        self._model.load_state_dict(self._master.state_dict())
+        self._scaling = delayed_scaling(self._model, config)
+        round_gathered(self._model, config)
+        self._watch = LogitWatch(self._model, config)
+        self._recorder = None if followed else ChoiceRecorder(self._model)
+        self._narrow = config.optimizer.narrow_gradients and dtype == torch.bfloat16
+        scales = config.optimizer.loss_scales if dtype == torch.float16 else (1.0, 1.0)
+        self._scale, self._least_scale = scales
+
+    def step(self, number: int) -> ReferenceStep:
+        """Make a step, and tell what came of it."""
+        before = _state(self._master, self._scaling)
+        batch = global_batch(self._config, number)
+        depths = self._config.model.mtp_num_layers
+        tokens = valid_by_depth(as_batch(batch, number, depths))
+        self._scaling.begin()
+        losses, grads, routing, noted = self._gradients(batch, tokens, number)
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
-        update.step(grads, float(norm), step)
-        if config.optimizer.qk_clip:
-            clip_logits(weights, logits, config)
-        for mixture in master.mixtures:
-            counts = (routing[n] for n in model.model.layers_like(mixture.router.layer))
-            mixture.router.update_bias(torch.stack([*chain(*counts)]).sum(0))
-        model.load_state_dict(master.state_dict())
-        round_gathered(model, config)
-        scaling.agree(None)
-        scaling.update()
-        found.append(
-            ReferenceStep(
-                loss=float(losses[:, 0].sum()) / valid_tokens(batch),
-                norm=float(norm),
-                evaluation=_evaluate(model, config),
-                further={
-                    f"mtp_{depth}_loss": float(losses[:, depth].sum()) / max(tokens[depth], 1)
-                    for depth in range(1, len(tokens))
-                }
-                | _of_indexers(config, noted)
-                | largest_of(logits),
-                losses=losses[:, 0],
-                loads=torch.stack([torch.stack(routing[layer]) for layer in sorted(routing)])
-                if routing
-                else torch.zeros(0),
-                grads=grads,
-                before=before,
-                after=_state(master, scaling),
-                choices={} if recorder is None else recorder.taken(),
-            )
+        logits = self._watch.taken()
+        self._take(grads, float(norm), routing, number, logits)
+        further = {
+            f"mtp_{depth}_loss": float(losses[:, depth].sum()) / max(tokens[depth], 1)
+            for depth in range(1, len(tokens))
+        }
+        loads = [torch.stack(routing[layer]) for layer in sorted(routing)]
+        return ReferenceStep(
+            loss=float(losses[:, 0].sum()) / valid_tokens(batch),
+            norm=float(norm),
+            evaluation=_evaluate(self._model, self._config),
+            further=further | _of_indexers(self._config, noted) | largest_of(logits),
+            losses=losses[:, 0],
+            loads=torch.stack(loads) if loads else torch.zeros(0),
+            grads=grads,
+            before=before,
+            after=_state(self._master, self._scaling),
+            choices={} if self._recorder is None else self._recorder.taken(),
         )
-    return found
+
+    def _gradients(
+        self, batch: Microbatch, tokens: Sequence[int], number: int
+    ) -> tuple[Tensor, Tensors, Routing, Sequence[Tensor]]:
+        """Losses, gradients, tokens of experts, and losses of indexers; the loss scale is halved
+        until no gradient overflows."""
+        samples = microbatches(self._config, batch)
+        while True:
+            self._watch.taken()
+            if self._followed:
+                follow(self._model, self._followed[number].choices, torch.device("cpu"))
+            routing: Routing = {}
+            batches = batches_of(self._config, samples, number)
+            losses, grads = gradients(
+                self._model, batches, tokens, routing, narrow=self._narrow, scale=self._scale
+            )
+            noted = self._model.noted.take()
+            finite = all(bool(grad.isfinite().all()) for grad in grads.values())
+            if finite or self._scale <= self._least_scale:
+                return losses, grads, routing, noted
+            self._scale /= 2
+
+    def _take(
+        self, grads: Tensors, norm: float, routing: Routing, number: int, logits: Tensors
+    ) -> None:
+        """Update weights, biases of experts, and delayed scales."""
+        self._update.step(grads, norm, number)
+        if self._config.optimizer.qk_clip:
+            self._watch.clip(self._weights, logits)
+        for mixture in self._master.mixtures:
+            counts = (routing[n] for n in self._model.model.layers_like(mixture.router.layer))
+            mixture.router.update_bias(torch.stack([*chain(*counts)]).sum(0))
+        self._model.load_state_dict(self._master.state_dict())
+        round_gathered(self._model, self._config)
+        self._scaling.agree(None)
+        self._scaling.update()
 
 
 def _of_indexers(config: Config, noted: Sequence[Tensor]) -> dict[str, float]:
@@ -195,7 +223,7 @@ def gradients(
     model: Stage,
     batches: Sequence[Batch],
     tokens: Sequence[int],
-    routing: dict[int, list[Tensor]] | None = None,
+    routing: Routing | None = None,
     *,
     narrow: bool = False,
     counted: Sequence[bool] | None = None,

@@ -15,7 +15,8 @@ from fivefold.files import telling_system_errors
 from fivefold.layout import Layout
 from fivefold.train.folder.scratch import scratch_folder
 from fivefold.train.machine.devices import DeviceChoice
-from fivefold.train.ranks.launch import init_process_group, run_ranks
+from fivefold.train.ranks.join import init_process_group
+from fivefold.train.ranks.launch import run_ranks
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.train.step_graph import WARMUP
 from fivefold.units import several

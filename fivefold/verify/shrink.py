@@ -99,14 +99,17 @@ def _with_few_iterations(config: Config, changes: list[str]) -> Config:
 
 def _with_whole_gradients(config: Config, changes: list[str]) -> Config:
     """A configuration whose 8-bit operands are the same numbers on one device and in the layout."""
-    heads, tp = config.model.num_kv_heads, config.parallel.tensor_model_parallel_size
-    if heads % tp == 0 or config.model.multi_latent_attention:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    kinds = {"num_query_groups": False, "num_query_groups_local": True}
+    heads = {name: model.attention_of(local).num_kv_heads for name, local in kinds.items()}
+    few = {n: kv for n, kv in heads.items() if kv % tp and (n[-1] != "l" or model.has_local_sizes)}
+    if not few or model.multi_latent_attention:
         return config
     changes.append(
-        f"{heads} key/value heads -> {tp}: ranks that share a head round their parts of its "
-        "gradient, one device the sum"
+        f"{' and '.join(map(str, few.values()))} key/value heads -> {tp}: ranks that share a head "
+        "round their parts of its gradient, one device the sum"
     )
-    return config.with_values(num_query_groups=tp)
+    return config.with_values(**dict.fromkeys(few, tp))
 
 
 def _with_whole_blocks(config: Config, changes: list[str]) -> Config:

@@ -84,7 +84,7 @@ LAYOUTS = [
         "padded vocabulary 511",
         "511 / 2 = 255.5",
     ),
-    layout("sequence parallel alone", "--sequence-parallel", "tp is 1", "--no-sequence-parallel"),
+    layout("sequence parallel alone", "--sequence-parallel", "size is 1", "--no-sequence-parallel"),
     layout(
         "sequence parallel, odd length",
         "--nproc 2 --tp 2 --sequence-parallel --seq-length 63",
@@ -160,7 +160,7 @@ LAYOUTS = [
     layout("tp -2", "--tp -2", "tensor_model_parallel_size must be at least 1, or -1 to infer it"),
     layout("two to infer", "--tp -1", "only one degree can be inferred", "tp and dp_shard are -1"),
     layout("context parallel", "--nproc 2 --cp 2 --seq-length 62", "/ (2 x 2)", "--seq-length 64"),
-    layout("expert parallel", "--nproc 2 --ep 2", "needs a model with num_experts"),
+    layout("expert parallel", "--nproc 2 --ep 2", "num_experts is none"),
     layout("too few experts", "--num-experts 2 --moe-router-topk 3", "--num-experts 3"),
     layout("layers of experts", "--num-experts 2 --moe-layer-freq [1]*3", "3 entries, 4 layers"),
     layout(
@@ -174,8 +174,8 @@ LAYOUTS = [
         "--nproc 2 --cp 2 --experimental-attention-variant dsa --multi-latent-attention "
         "--num-query-groups none --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 64 "
         "--dsa-indexer-topk 8",
-        "dsa does not go with context_parallel_size 2",
-        "works: --context-parallel-size 1",
+        "dsa does not go with cp_comm_type p2p",
+        "works: --cp-comm-type all_gather | --context-parallel-size 1",
     ),
     layout("a loss of no indexer", "--dsa-indexer-loss-coeff 0.1", "is for attention to tokens"),
     layout("latents of nothing", "--q-lora-rank 8", "works: --multi-latent-attention"),
@@ -252,7 +252,7 @@ VALUES = [
     layout("WSD without a decay", "--lr-decay-style WSD", "needs lr_wsd_decay_iters"),
     layout("beta of 1", "--adam-beta2 1", "adam_beta2 must be in [0, 1), not 1.0"),
     layout("negative clip", "--clip-grad -1", "clip_grad must be 0 or more, not -1"),
-    layout("step of nothing", "--ckpt-step 3", "there is no --load"),
+    layout("step of nothing", "--ckpt-step 3", "and load is none"),
     layout(
         "adapter of nothing",
         "--load-adapter nope --lora-alpha x",
@@ -262,7 +262,7 @@ VALUES = [
     layout(
         "magnitudes of nothing",
         "--use-dora",
-        "use_dora = true needs --lora-rank",
+        "use_dora = true has no effect",
         "works: --lora-rank 16 | --no-use-dora",
     ),
     layout(
@@ -274,7 +274,7 @@ VALUES = [
     layout(
         "targets of nothing",
         "--lora-target-modules q_proj o_proj",
-        "lora_target_modules = q_proj o_proj needs --lora-rank",
+        "lora_target_modules = q_proj o_proj has no effect",
     ),
     layout(
         "a switch and what it excludes",
@@ -436,14 +436,14 @@ COMMAND_LINES = [
     Case("save is empty", "train debug --save ''", ("--save is empty",)),
     Case("save into a file", "train debug --save f/run", ("f is not a folder",), files={"f": ""}),
     Case("sample of no run", "sample nowhere hello", ("nowhere is not a run folder",)),
-    Case("sample below zero", "sample . --temperature -1", ("--temperature must be at least 0",)),
+    Case("sample below zero", "sample . --temperature -1", ("--temperature must be 0 or more",)),
     Case("sample typo", "sample . --max-token 3", ("did you mean --max-tokens?",)),
     Case("run's flags elsewhere", "sample . --bf16", ("unknown flag --bf16",)),
     Case("ranks that measure nothing", "plan --calibrate m.toml --nproc 0", ("--nproc must be",)),
     Case("rehearsed by nobody", "rehearse debug --jobs 0", ("--jobs must be at least 1, not 0",)),
     Case("rehearsed by fewer", "rehearse debug --jobs -1", ("--jobs must be at least 1, not -1",)),
-    Case("looks in a row", "watch . --interval 0", ("--interval must be above 0",)),
-    Case("a look in an age", "watch . --interval 1e300", ("and at most 86,400, not 1e+300",)),
+    Case("looks in a row", "watch . --interval 0", ("--interval must be in (0, 86,400], not 0.0",)),
+    Case("a look in an age", "watch . --interval 1e300", ("in (0, 86,400], not 1e+300",)),
     Case("doctor with words", "doctor now", ("unexpected argument 'now'",)),
     Case("data of no recipe", "data demmo", ("did you mean 'demo'?",)),
 ]
@@ -668,7 +668,7 @@ CORPORA = [
         "train gpt2 --data-path builtin --nproc 2 --gbs 32",
         ("no tokenizer at data/gpt2/tokenizer.json", "  try:   --tokenizer-model none"),
     ),
-    Case("restarts", "train debug --dry-run --max-restarts -1", ("at least 0, not -1",)),
+    Case("restarts", "train debug --dry-run --max-restarts -1", ("must be 0 or more, not -1",)),
     Case(
         "schedule that others name",
         "schedule interleaved",

@@ -165,15 +165,18 @@ def test_a_model_is_cut_by_the_times_of_a_run(capsys, tmp_path):
         ("nothing.csv", ["cannot read nothing.csv"]),
         ("no/such/folder", ["unknown schedule"]),
         (
-            "1f1b --stages 0 --microbatches 0 --chunks 0 --latency -1 --costs 1,2 --memory-cap 0",
+            "1f1b --stages 0 --microbatches 0 --chunks 0 --latency -1 --memory-cap 0",
             [
                 "--stages must be at least 1",
                 "--microbatches must be at least 1",
                 "--chunks must be at least 1",
                 "--latency must be 0 or more",
-                "--costs must be three times F,B,W, not '1,2'",
                 "--memory-cap must be positive",
             ],
+        ),
+        (
+            "1f1b --costs 1,2 --compare --dx-first",
+            ["--costs must be three times F,B,W, not '1,2'", "--compare shows both orders"],
         ),
         ("1f1b --costs 0,1,1", ["--costs must be three times"]),
         ("1f1b --costs 1,nan,1", ["--costs must be three times"]),

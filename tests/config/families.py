@@ -33,6 +33,9 @@ _LATENTS = _GROUPS | {
     "v_head_dim": 8,
 }
 _DEEPSEEK_EXPERTS = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group")
+_DENSE_LATENTS = {n: v for n, v in _LATENTS.items() if n not in _GROUPS or n in _SIZES} | {
+    "num_key_value_heads": 4
+}
 _INDEXER = {"index_n_heads": 24, "index_head_dim": 10, "index_topk": 6}
 """So many heads that no two scores are 0, of which either might be chosen."""
 _GRANITE = {
@@ -125,6 +128,11 @@ TINY: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | {"head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24, "sliding_window": 5}
     | {"layer_types": ["sliding_attention", "full_attention"]},
+    "mimo_v2_flash": {
+        n: v for n, v in _GROUPS.items() if not n.startswith(("n_sh", "first", "n_gr"))
+    }
+    | {"num_hidden_layers": 7, "num_key_value_heads": 1, "head_dim": 12, "v_head_dim": 10}
+    | {"sliding_window": 5},
     "ernie4_5": _SIZES | {"num_key_value_heads": 2, "head_dim": 12, "pad_token_id": None},
     "ernie4_5_moe": _SIZES
     | {"num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
@@ -140,6 +148,10 @@ TINY: Mapping[str, dict[str, Any]] = {
     "falcon": {n: v for n, v in _SIZES.items() if n != "intermediate_size"},
     "cohere": _SIZES | {"num_key_value_heads": 2, "logit_scale": 0.5, "pad_token_id": None},
     "cohere2": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "pad_token_id": None},
+    "cohere2_moe": _SIZES
+    | _EXPERTS
+    | {"num_hidden_layers": 5, "head_dim": 12, "num_experts": 4, "pad_token_id": None}
+    | {"sliding_window": 5, "first_k_dense_replace": 1},
     "olmo2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmoe": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
     "flex_olmo": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
@@ -151,6 +163,16 @@ TINY: Mapping[str, dict[str, Any]] = {
         "head_dim": 12,
         "query_pre_attn_scalar": 12,
         "pad_token_id": None,
+    },
+    "gemma4_text": _SIZES
+    | {"num_hidden_layers": 7, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": None}
+    | {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    | {"sliding_window": 5, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 1.5},
+    "gemma4_unified_text": _SIZES
+    | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None}
+    | {
+        "global_head_dim": 12,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
     "gemma2": _SIZES
     | {
@@ -211,6 +233,8 @@ TINY: Mapping[str, dict[str, Any]] = {
     "exaone": _SIZES | {"num_key_value_heads": 2},
     "exaone4": _SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 8},
     "glm4_moe": _GROUPS | {"num_key_value_heads": 2},
+    "sarvam_moe": _GROUPS
+    | {"num_key_value_heads": 2, "head_dim": 12, "n_group": 1, "topk_group": 1},
     "solar_open": {n: v for n, v in _GROUPS.items() if n != "intermediate_size"}
     | {"num_key_value_heads": 2, "head_dim": 12, "first_k_dense_replace": 0},
     "hunyuan_v1_dense": _SIZES | _HUNYUAN,
@@ -229,6 +253,21 @@ TINY: Mapping[str, dict[str, Any]] = {
     "deepseek_v2": _LATENTS,
     "deepseek_v3": _LATENTS,
     "glm4_moe_lite": _LATENTS,
+    "youtu": _DENSE_LATENTS,
+    "minicpm3": _DENSE_LATENTS | {"scale_emb": 3, "dim_model_base": 20},
+    "mistral4": _LATENTS | {"n_group": 1, "topk_group": 1, "rope_parameters": _MINISTRAL},
+    "sarvam_mla": _LATENTS | {"n_group": 1, "topk_group": 1, "q_lora_rank": None},
+    "flint": _SIZES
+    | _EXPERTS
+    | {"num_hidden_layers": 5, "head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24}
+    | {"shared_expert_intermediate_size": 20, "sliding_window": 5},
+    "lfm2": _SIZES
+    | {"num_hidden_layers": 3, "num_key_value_heads": 2, "full_attn_idxs": [1]}
+    | {"block_multiple_of": 16},
+    "lfm2_moe": _SIZES
+    | _EXPERTS
+    | {"num_hidden_layers": 3, "num_experts": 4, "moe_intermediate_size": 24}
+    | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
     "llama4_text": _SIZES
     | {
         "num_hidden_layers": 5,
@@ -325,6 +364,9 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "mup_enabled": [*_SWITCH, None],
     "global_attn_every_n_layers": [1, 2, None],
     "layer_rope_theta": [None, [50, 50.0], [0, 50], [None, 1e4], [0, 0], [50]],
+    "v_head_dim": [6, 12],
+    "attention_value_scale": [None, 0.3, 0.0, -1.0],
+    "sliding_window_size": [None, 0, 4],
     "logit_scale": [1, 0.3, 0.0],
     "new_decoder_architecture": _SWITCH,
     "num_ln_in_parallel_attn": [None, 1, 2],
@@ -422,6 +464,16 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "position_embedding_type": [None, "rope", "nope"],
     "layers_block_type": [["attention"] * 2, ["mamba", "attention"]],
     "full_attention_interval": [1, 2, 3],
+    "shared_expert_combination_strategy": ["sum", "average", "max"],
+    "expert_selection_fn": ["softmax", "sigmoid", "relu"],
+    "prefix_dense_sliding_window_pattern": [1, 2],
+    "prefix_dense_intermediate_size": [None, 16],
+    "full_attn_idxs": [None, [], [0], [0, 2], [5]],
+    "conv_L_cache": [1, 2, 4],
+    "conv_bias": _SWITCH,
+    "block_multiple_of": [1, 8],
+    "block_ffn_dim_multiplier": [0.0, 0.5, 2],
+    "block_auto_adjust_ff_dim": _SWITCH,
     "linear_conv_kernel_dim": [1, 2],
     "linear_key_head_dim": [4],
     "linear_value_head_dim": [4],
@@ -453,6 +505,10 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "hidden_dropout": [0.1],
     "first_k_dense_replace": [0, 1],
     "q_lora_rank": [None, 24],
+    "scale_emb": [1, 2.5],
+    "scale_depth": [None, 1, 2.0],
+    "dim_model_base": [None, 1, 32],
+    "embedding_initializer_range": [0.1],
     "moe_layer_freq": [1, 2],
     "num_nextn_predict_layers": [0, 1],
     "num_mtp_layers": [0, 1],
@@ -551,6 +607,43 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
             },
         }
     },
+    "mimo_v2_flash": {
+        "windows in all layers, groups": {
+            "layer_types": _BIASED[1:] * 7,
+            "n_group": 2,
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "routed_scaling_factor": None,
+            "sliding_window_size": 5,
+            "tie_word_embeddings": True,
+        },
+        "no windows": {
+            "layer_types": _BIASED[:1] * 7,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 50.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+        },
+    },
+    "gemma4_text": {
+        "sizes by layer, divided": {
+            "per_layer_config": {"3": {"head_dim": 12, "num_key_value_heads": 2}}
+            | {"06": {"head_dim": 12, "num_key_value_heads": 2}},
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"] + _BIASED[1:] * 3,
+            "attention_k_eq_v": False,
+            "global_head_dim": 12,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "factor": 2.0, "rope_theta": 40.0}
+                | {"partial_rotary_factor": 0.4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "tie_word_embeddings": False,
+        },
+        "no windows": {"layer_types": _BIASED[:1] * 7, "num_global_key_value_heads": None},
+    },
     "granitemoe": {"wide heads": {"head_dim": 16, "num_experts_per_tok": 3}},
     "granitemoeshared": {
         "without shared experts": {"shared_intermediate_size": 0, "num_experts_per_tok": 3}
@@ -637,6 +730,18 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
         },
     },
     "cohere": {"untied": {"tie_word_embeddings": False, "logit_scale": 0.3, **_YARN}},
+    "cohere2_moe": {
+        "sigmoids, shared experts": {
+            "expert_selection_fn": "sigmoid",
+            "shared_expert_combination_strategy": "sum",
+            "num_shared_experts": 2,
+            "rms_norm_eps": 1e-6,
+            "prefix_dense_intermediate_size": 24,
+            "prefix_dense_sliding_window_pattern": 2,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
+            "sliding_window_pattern": 3,
+        }
+    },
     "cohere2": {
         "narrow windows": {
             "sliding_window": 5,
@@ -811,6 +916,34 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             **_YARN,
         }
+    },
+    "minicpm3": {
+        "unscaled": {"scale_depth": None, "dim_model_base": None, "q_lora_rank": None}
+        | {"rope_scaling": {"type": "longrope", **{n: of[:2] for n, of in _FACTORS.items()}}}
+    },
+    "mistral4": {
+        "dense first, softmax over all": {"first_k_dense_replace": 1, "norm_topk_prob": False}
+        | {"routed_scaling_factor": 2.0, "rope_interleave": False}
+        | {"rope_parameters": _MINISTRAL | {"mscale": 0.7, "mscale_all_dim": 1.2}}
+    },
+    "sarvam_mla": {
+        "stretched": {"q_lora_rank": 24, "head_dim": 20, "num_shared_experts": 1}
+        | {"rope_scaling": {"type": "deepseek_yarn", **_LONG, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    },
+    "sarvam_moe": {
+        "half heads": {"partial_rotary_factor": 0.5, "use_qk_norm": False, "use_qkv_bias": True}
+    },
+    "flint": {
+        "all sparse, listed windows": {"mlp_only_layers": [], "layer_types": _BIASED[1:] * 5}
+        | {"num_key_value_heads": 4, "tie_word_embeddings": True, **_YARN}
+    },
+    "lfm2": {
+        "listed, as told": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}
+        | {"block_auto_adjust_ff_dim": False, "tie_embedding": False, **_YARN},
+    },
+    "lfm2_moe": {
+        "without bias": {"use_expert_bias": False, "num_experts_per_tok": 3, "conv_L_cache": 2}
+        | {"num_dense_layers": 0, "routed_scaling_factor": 2.0, "tie_word_embeddings": False}
     },
     "deepseek_v2": {
         "dense": {"first_k_dense_replace": 2},

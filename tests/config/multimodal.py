@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fivefold.config.huggingface.multimodal import text_name
+from tests.config.families import TINY as OF_TEXTS
 from tests.config.oracle import InFp64, config_of, fill
 
 _TEXT = {
@@ -52,6 +53,10 @@ _LINEAR = {
         "rope_type": "default",
     },
 }
+_LATENTS = {n: v for n, v in OF_TEXTS["deepseek_v3"].items() if n not in _TEXT} | {
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 0,
+}
 _SECTIONS = {"mrope_section": [1, 2, 1]}
 TINY: Mapping[str, dict[str, Any]] = {
     "gemma3": {
@@ -66,6 +71,21 @@ TINY: Mapping[str, dict[str, Any]] = {
             "sliding_window_pattern": 2,
         },
         "vision_config": _VISION | {"model_type": "siglip_vision_model", "vision_use_head": False},
+    },
+    "gemma4": {
+        "text_config": _TEXT
+        | {"head_dim": 8, "global_head_dim": 12, "num_hidden_layers": 3, "sliding_window": 5}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "pad_token_id": 0}
+        | {"num_global_key_value_heads": 1},
+        "vision_config": _VISION | {"head_dim": 8, "num_key_value_heads": 2},
+    },
+    "gemma4_unified": {
+        "text_config": _TEXT
+        | {"head_dim": 8, "global_head_dim": 12, "num_hidden_layers": 3, "sliding_window": 5}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        | {"pad_token_id": 0},
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 32, "output_proj_dims": 32},
     },
     "idefics3": {"text_config": _TEXT, "vision_config": _VISION},
     "smolvlm": {"text_config": _TEXT | {"rms_norm_eps": 0.1}, "vision_config": _VISION},
@@ -84,6 +104,17 @@ TINY: Mapping[str, dict[str, Any]] = {
         | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0} | _HOTTER},
         "tie_word_embeddings": False,
         "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8},
+    },
+    "exaone4_5": {
+        "text_config": _TEXT
+        | {"model_type": "exaone4_5_text", "num_hidden_layers": 4, "sliding_window": 5}
+        | {"sliding_window_pattern": 2},
+        "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0], "num_key_value_heads": 2},
+    },
+    "kimi_k25": {
+        "text_config": _TEXT | {"model_type": "kimi_k2"} | _LATENTS,
+        "tie_word_embeddings": False,
+        "vision_config": _VISION | {"pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2},
     },
     "llava": {"text_config": _TEXT, "vision_config": _VISION},
     "llava_next": {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.huggingface.multimodal import is_multimodal, part_of, tensors_of, text_name
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
@@ -61,12 +62,13 @@ def oracle(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
 
     Raises whatever transformers raises for what it does not understand.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    import transformers
 
     config = config_of(fields)
+    kind = getattr(transformers, FAMILIES[fields["model_type"]].architecture)
     with torch.device("meta" if meta else "cpu"), InFp64():
         config._experts_implementation = "eager"
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config)
+        model = kind._from_config(config)
     return model if meta else fill(model)
 
 
@@ -82,8 +84,10 @@ def fill(model: nn.Module) -> nn.Module:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(0.3 * noise + (parameter.dim() == 1))
         for name, buffer in model.named_buffers():
-            if "score_correction" in name:
+            if "score_correction" in name or name.endswith("expert_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1.0 + 0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -136,8 +140,8 @@ class _Saved:
 def our_stage(config: ModelConfig, model: nn.Module) -> Stage:
     """This project's model with the weights of theirs, in fp64."""
     stage = Stage(config, training=TrainingConfig(seq_length=LENGTH)).double().eval()
-    biases = {name: b for name, b in stage.named_buffers() if name.endswith("expert_bias")}
-    _Saved(model, model.state_dict()).fill(config, dict(stage.named_parameters()) | biases)
+    held = dict(stage.named_parameters()) | dict(stage.named_buffers())
+    _Saved(model, model.state_dict()).fill(config, held)
     return stage
 
 

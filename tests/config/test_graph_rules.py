@@ -24,10 +24,6 @@ REFUSED: dict[str, tuple[dict[str, Any], int]] = {
         {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2"},
         1,
     ),
-    "experimental_attention_variant dsa": (
-        SPARSE,
-        1,
-    ),
     "Mamba-2": (
         {"hybrid_override_pattern": "M-" * (LLAMA.num_layers // 2), "mamba_num_groups": 2},
         1,
@@ -63,6 +59,7 @@ ALLOWED: dict[str, tuple[dict[str, Any], int]] = {
     "fp8": ({"fp8_format": "hybrid"}, 1),
     "recomputed": ({"recompute_granularity": "full"}, 1),
     "adapters": ({"lora_rank": 4}, 1),
+    "chosen tokens": (SPARSE, 1),
     "tensor": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
     "ring": ({"context_parallel_size": 2}, 2),
     "sharded": (SHARDED, 2),

@@ -46,6 +46,7 @@ OTHERS = (
     "--recompute-granularity selective --context-parallel-size 2 --use-torch-fsdp2 "
     "--pipeline-model-parallel-size 2 --data-path a b --tokenizer-type HuggingFaceTokenizer "
     "--use-rotary-position-embeddings --cuda-graph-impl local --fim-data --qk-clip "
+    "--fim-split-sample '<part>' --fim-fragment-rate 0.5 "
 )
 SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim "
 DATA = DENSE.replace("--mock-data ", "")
@@ -54,6 +55,7 @@ INERT = {
     *("start_weight_decay", "end_weight_decay"),  # of a weight decay that is constant
     "accumulate_allreduce_grads_in_fp32",  # as they always are
     "finetune",  # weights alone are loaded, however
+    "fim_pad_token",  # no sample is padded
 }
 
 

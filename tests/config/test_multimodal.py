@@ -14,6 +14,7 @@ from fivefold.config.huggingface.write import text_model_fields
 from fivefold.config.presets import PRESETS
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
+from tests.config.families import TINY as OF_TEXTS
 from tests.config.families import VARIATIONS
 from tests.config.multimodal import TINY, multimodal, text_parameters
 from tests.config.oracle import LENGTH, assert_same, config_of, oracle, oracle_logits, our_logits
@@ -41,6 +42,9 @@ CASES: Mapping[str, dict[str, Any]] = {
     **{f"{kind}, flat": fields for kind, fields in FLAT.items()},
     "llava, tied by its text model": text_like("llava", tie_word_embeddings=True),
     "gemma3, untied": fields_like("gemma3", tie_word_embeddings=False),
+    "mistral3, latents": fields_like(
+        "mistral3", text_config=OF_TEXTS["mistral4"] | {"model_type": "mistral4"}
+    ),
     "mistral3, windows": text_like("mistral3", sliding_window=4),
     "qwen2_5_vl, stretched": text_like(
         "qwen2_5_vl",
@@ -71,7 +75,9 @@ def test_each_field_of_the_whole_model_is_refused_or_has_no_effect_on_text(kind:
     fields, tried = fields_like(kind), 0
     own = {each.name for each in fields_of(config_of(fields)) if not each.name.startswith("_")}
     for name in sorted({*own, *MULTIMODAL[kind].unused} - {"text_config", "vision_config"}):
-        usual = (3,) if "token" in name else (3, "relu", True, [[16, 16]])
+        # Gemma 4 looks for tokens that stand for other things in any text.
+        token = 300 if kind.startswith("gemma4") else 3
+        usual = (token,) if "token" in name else (3, "relu", True, [[16, 16]])
         for value in _OTHER_VALUES.get(name, usual):
             changed = fields | {name: value}
             try:
@@ -133,8 +139,13 @@ def test_each_field_of_the_text_model_is_refused_or_read_as_transformers_reads_i
 def test_what_a_text_model_leaves_out_is_what_transformers_takes_it_for(kind: str) -> None:
     whole, changes = {
         "gemma3_text": ("gemma3", {}),
+        "gemma4_text": ("gemma4", {"hidden_size_per_layer_input": 0}),
         "mistral": ("mistral3", {"sliding_window": None}),
         "ministral3": ("mistral3", {}),
+        "mistral4": ("mistral3", {}),
+        "deepseek_v3": ("kimi_k25", {}),
+        "kimi_k2": ("kimi_k25", {}),
+        "exaone4": ("exaone4_5", {}),
         "llama": ("llava", {}),
         "qwen2": ("llava_onevision", {}),
         "qwen3": ("internvl", {}),

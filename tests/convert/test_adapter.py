@@ -43,7 +43,7 @@ def adapted_alone(base: ModelConfig, kind: str) -> tuple[str, ...]:
     """Linear layers of which PEFT can adapt each by itself."""
     files = FAMILIES[kind].tensors
     others = OF_MLP if base.num_experts is not None or files.joint_mlp else ()
-    others += tuple(name.removesuffix(".") for name in files.apart)
+    others += (*(name.removesuffix(".") for name in files.apart), "in_proj_xc", "in_proj_b")
     return tuple(name for name in linear_names(base) if name not in others)
 
 

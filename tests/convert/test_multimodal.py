@@ -22,11 +22,14 @@ from tests.config.oracle import LENGTH, InFp64, oracle_logits
 from tests.convert.test_huggingface import both_logits
 
 _NAMES_OF_5 = (
+    ("language_model.model.blocks.", "model.language_model.layers."),
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model.language_model."),  # Qwen3-VL has no others
     ("model.visual.", "model.visual."),
     *((f"model.{part}.",) * 2 for part in ("text_model", "vision_model", "connector")),  # SmolVLM
+    *((f"model.{part}.",) * 2 for part in ("vision_tower", "embed_vision", "vision_embedder")),
+    ("model.mm_projector.", "model.mm_projector."),  # Kimi K2.5
     ("model.", "model.language_model."),  # of Qwen2-VL
     ("vision_tower.", "model.vision_tower."),
     ("multi_modal_projector.", "model.multi_modal_projector."),
@@ -152,7 +155,7 @@ def test_a_run_of_a_run_knows_where_its_weights_come_from(made: Path, tmp_path: 
 
 def test_no_tensor_is_left_out_that_is_of_no_known_part(made: Path, tmp_path: Path) -> None:
     tensors = load_file(made / "model.safetensors")
-    extra = {"audio_tower.norm.weight": torch.ones(3)}
+    extra = {"speech_tower.norm.weight": torch.ones(3)}
     twice = {"model.language_model.norm.weight": torch.ones(32, dtype=torch.float64)}
     for message, more in {"the model has not": extra, "norm.weight twice": twice}.items():
         folder = tmp_path / message.replace(" ", "-")

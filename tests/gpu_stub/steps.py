@@ -32,7 +32,8 @@ from fivefold.config.sources import load
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine
 from fivefold.train.machine.devices import choose_device, visible_gpus
-from fivefold.train.ranks.launch import init_process_group, run_ranks
+from fivefold.train.ranks.join import init_process_group
+from fivefold.train.ranks.launch import run_ranks
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows_of
 from tests.gpu_stub.planted import FORGOTTEN

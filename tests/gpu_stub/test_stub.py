@@ -82,6 +82,13 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         *("--dsa-indexer-n-heads", "4", "--dsa-indexer-head-dim", "64"),
         *("--dsa-indexer-topk", "16", "--dsa-indexer-loss-coeff", "0.1"),
     ),
+    "chosen tokens of ranks": (
+        *("debug", "--nproc", "4", "--tp", "2", "--cp", "2", "--cp-comm-type", "all_gather"),
+        *("--multi-latent-attention", "--num-query-groups", "none", "--kv-channels", "none"),
+        *("--no-use-rope-scaling", "--experimental-attention-variant", "dsa"),
+        *("--dsa-indexer-n-heads", "4", "--dsa-indexer-head-dim", "64"),
+        *("--dsa-indexer-topk", "16", "--dsa-indexer-loss-coeff", "0.1"),
+    ),
     "offloaded": (
         *("debug", "--nproc", "1", *ALONE),
         *("--fine-grained-activation-offloading", "--offload-modules", "core_attn"),
@@ -101,6 +108,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 GRAPH = ("--cuda-graph-impl", "local", "--no-reset-attention-mask")
 GRAPHED = ("tensor", "sharded", "replicated", "ring", "gathered keys", "ulysses", "hybrid")
+GRAPHED += ("chosen tokens of ranks",)
 
 
 @needs_stub

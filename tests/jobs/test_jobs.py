@@ -227,10 +227,14 @@ def test_an_sbatch_job_is_requeued_so_often_and_tells_of_its_failures(tmp_path: 
 
 
 def test_what_a_job_lacks_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "kubernetes", "debug", "--nodes", "0", "--time", "soon"]) == 2
+    assert main(["launch", "kubernetes", "debug", "--time", "soon"]) == 2
     said = capsys.readouterr().err
-    for text in ("--nodes must be at least 1", "'soon'", "needs --image", "needs --volume"):
+    for text in ("'soon'", "needs --image", "needs --volume"):
         assert text in said
+    assert main(["launch", "slurm", "demo", "--nodes", "0", "--max-restarts", "-1"]) == 2
+    said = capsys.readouterr().err
+    assert "--nodes must be at least 1, not 0" in said
+    assert "--max-restarts must be 0 or more, not -1" in said
     assert main(["launch", "slurm", "demo", "--ranks-per-node", "3"]) == 2
     assert "3 ranks cannot be split as tp=2 pp=2" in capsys.readouterr().err
     assert main(["launch", "slrum", "demo"]) == 2

@@ -93,6 +93,10 @@ PLAIN_QUERIES = replace(
     original_max_position_embeddings=4096,
     mscale=1.0,
     mscale_all_dim=0.0,
+    attn_temperature_tuning=True,
+    attn_temperature_rotated=True,
+    attn_scale=0.4,
+    floor_scale=2,
 )
 SPARSE = replace(
     LATENT,
@@ -122,6 +126,32 @@ SINKS = replace(
     activation_func_clamp_value=0.4,
     window_size=3,
     window_attn_skip_freq="2",
+)
+LOCAL = replace(
+    LLAMA,
+    qk_layernorm=True,
+    v_channels=7,
+    value_multiplier=0.6,
+    window_size=3,
+    window_attn_skip_freq="2",
+    num_query_groups_local=1,
+    kv_channels_local=10,
+    softmax_type_local="learnable",
+)
+WHOLE = replace(
+    LLAMA,
+    qk_layernorm=True,
+    use_rope_scaling=False,
+    rope_type="proportional",
+    rotary_percent=0.5,
+    rotary_base_local=20.0,
+    window_size=3,
+    window_attn_skip_freq="3",
+    kv_channels_local=8,
+    num_query_groups_local=4,
+    keys_as_values=True,
+    v_l2_norm=True,
+    layer_scalar=0.75,
 )
 NEOX = replace(
     GPT,
@@ -184,6 +214,14 @@ KIMI = replace(
     linear_num_key_heads=4,
     linear_num_value_heads=4,
 )
+CONVOLVING = replace(
+    LLAMA,
+    use_rope_scaling=False,
+    qk_layernorm=True,
+    experimental_attention_variant="short_convolution",
+    linear_attention_freq="2",
+    linear_conv_kernel_dim=3,
+)
 HYBRID = replace(
     LLAMA,
     hybrid_override_pattern="M*-",
@@ -200,8 +238,11 @@ HYBRID = replace(
 FAMILIES = {
     "delta": DELTA,
     "kimi": KIMI,
+    "convolving": CONVOLVING,
     "hybrid": HYBRID,
     "command": COMMAND,
+    "local": LOCAL,
+    "whole": WHOLE,
     "sinks": SINKS,
     "chunked": CHUNKED,
     "neox": NEOX,

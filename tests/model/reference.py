@@ -26,14 +26,26 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         if window is not None and model.rotary_base_local is not None:
             local = model.rotary_base_local
             seen = replace(seen, rotary_base=local, use_rope_scaling=False, rope_type="rope")
-            seen = replace(seen, rotary_seq_len_interpolation_factor=None)
+            share = 1.0 if model.rope_type == "proportional" else model.rotary_percent
+            seen = replace(seen, rotary_percent=share, rotary_seq_len_interpolation_factor=None)
+        if window is not None:
+            seen = replace(
+                seen,
+                num_query_groups=model.num_query_groups_local or model.num_query_groups,
+                kv_channels=model.kv_channels_local or model.kv_channels,
+                softmax_type=model.softmax_type_local or model.softmax_type,
+                keys_as_values=False,
+            )
         normed = _norm(model, own, "input_layernorm", x)
         mixer = model.mixer_of(layer)
         if mixer in ("-", "E"):
             attended = torch.zeros_like(x)
         elif model.is_linear(layer):
-            kimi = model.experimental_attention_variant == "kimi_delta_attention"
-            linear = _kimi_delta if kimi else _delta_net
+            variants = {
+                "kimi_delta_attention": _kimi_delta,
+                "short_convolution": _short_convolution,
+            }
+            linear = variants.get(str(model.experimental_attention_variant), _delta_net)
             attended = (_mamba if mixer == "M" else linear)(model, own, normed)
         else:
             attended = _attention(seen, own, normed, window)
@@ -44,6 +56,7 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         if mixer in (None, "-"):
             made = _mlp(model, own, _norm(model, own, "post_attention_layernorm", read))
         x = y + _norm(model, own, "post_mlp_layernorm", made) * model.residual_multiplier
+        x = x * (model.layer_scalar or 1.0)
     x = _norm(model, weights, "norm", x)
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
     logits = x @ head[: model.vocab_size].T / model.logits_scaling
@@ -218,6 +231,19 @@ def _kimi_delta(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor
     return _linear(own, "self_attn.out_proj", torch.cat(outputs, dim=1))
 
 
+def _short_convolution(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A gated short convolution, token by token."""
+    groups, rows = model.num_attention_heads, []
+    both = _linear(own, "self_attn.in_proj_xc", x).unflatten(1, (groups, 2, -1))
+    mixed = both[:, :, 0].flatten(1) * _linear(own, "self_attn.in_proj_b", x)
+    taps = own["self_attn.conv1d.weight"][:, 0]
+    for s in range(len(x)):
+        reach = range(min(model.linear_conv_kernel_dim, s + 1))
+        made = torch.stack([mixed[s - j] * taps[:, -1 - j] for j in reach]).sum(0)
+        rows.append(made * both[s, :, 1].flatten())
+    return _linear(own, "self_attn.out_proj", torch.stack(rows))
+
+
 def _mamba(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
     """Mamba-2, token by token."""
     K, V, groups = model.mamba_state_dim, model.mamba_head_dim, model.mamba_num_groups
@@ -261,7 +287,8 @@ Head = tuple[Tensor, Tensor, Tensor, float]  # queries, keys, values, factor of 
 
 def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iterator[Head]:
     D, shared = model.head_dim, model.num_attention_heads // model.num_kv_heads
-    q, k, v = (_linear(own, f"self_attn.{name}_proj", x) for name in "qkv")
+    names = "qkk" if model.keys_as_values else "qkv"
+    q, k, v = (_linear(own, f"self_attn.{name}_proj", x) for name in names)
     if model.attention_output_gate:
         q = q.unflatten(1, (-1, 2, D))[:, :, 0].flatten(1)
     if model.qk_layernorm_type == "all_heads":
@@ -269,7 +296,10 @@ def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Itera
     for head in range(model.num_attention_heads):
         group = head // shared
         q_SD = q[:, head * D : (head + 1) * D]
-        k_SD, v_SD = (y[:, group * D : (group + 1) * D] for y in (k, v))
+        V = model.v_channels or D
+        k_SD = k[:, group * D : (group + 1) * D]
+        v_SD = v[:, group * V : (group + 1) * V] * model.value_multiplier
+        v_SD = _unit(model, v_SD) if model.v_l2_norm else v_SD
         after = model.qk_layernorm_after_rope
         if model.qk_layernorm_type == "per_head" and not after:
             q_SD = _norm(model, own, "self_attn.q_norm", q_SD)
@@ -280,14 +310,18 @@ def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Itera
                 q_SD, k_SD = (_unit(model, y) for y in (q_SD, k_SD))
         turned = model.position_embedding_type == "rope"
         if model.attn_temperature_tuning and turned == model.attn_temperature_rotated:
-            first = 0 if turned else 1
-            steps = [math.floor((s + first) / model.floor_scale) for s in range(len(x))]
-            factors = [1 + model.attn_scale * math.log(1 + step) for step in steps]
-            q_SD = q_SD * torch.tensor(factors, dtype=q.dtype)[:, None]
+            q_SD = _tempered(model, q_SD, 0 if turned else 1)
         if after:
             q_SD = _norm(model, own, "self_attn.q_norm", q_SD)
             k_SD = _norm(model, own, "self_attn.k_norm", k_SD)
         yield q_SD, k_SD, v_SD, model.softmax_scale or 1 / math.sqrt(D)
+
+
+def _tempered(model: ModelConfig, q_SD: Tensor, first: int) -> Tensor:
+    """Queries that get hotter with the position, whose first number is `first`."""
+    steps = [math.floor((s + first) / model.floor_scale) for s in range(len(q_SD))]
+    factors = [1 + model.attn_scale * math.log(1 + step) for step in steps]
+    return q_SD * torch.tensor(factors, dtype=q_SD.dtype)[:, None]
 
 
 def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iterator[Head]:
@@ -311,6 +345,8 @@ def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iter
         q_SD = q[:, head * (D + R) : (head + 1) * (D + R)]
         kv_SD = kv[:, head * (D + V) : (head + 1) * (D + V)]
         turned = torch.cat((q_SD[:, :D], turn(model, q_SD[:, D:])), dim=1)
+        if model.attn_temperature_tuning:
+            turned = _tempered(model, turned, 0)
         yield turned, torch.cat((kv_SD[:, :D], shared), dim=1), kv_SD[:, D:], scale
 
 
@@ -320,6 +356,7 @@ def _as_it_is(_: ModelConfig, x_SR: Tensor) -> Tensor:
 
 def _rope(model: ModelConfig, x_SR: Tensor) -> Tensor:
     half = model.rotary_dim // 2
+    turning = int(half * model.rotary_percent) if model.rope_type == "proportional" else half
     turned = x_SR.clone()
     scale = 1.0
     if model.rope_type == "longrope":
@@ -329,7 +366,7 @@ def _rope(model: ModelConfig, x_SR: Tensor) -> Tensor:
     if model.rope_type == "yarn":
         scale = _growth(model, model.mscale) / _growth(model, model.mscale_all_dim)
     for position in range(len(x_SR)):
-        for i in range(half):
+        for i in range(turning):
             turn = scale * cmath.exp(1j * position * reference_frequency(model, i))
             one, other = (2 * i, 2 * i + 1) if model.rotary_interleaved else (i, i + half)
             pair = complex(x_SR[position, one], x_SR[position, other]) * turn

@@ -1,6 +1,7 @@
 """Layers with states against a state that takes token by token, document by document."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,7 +16,9 @@ from fivefold.description.linear_attention import CHUNK
 from fivefold.model.linear_attention.chunks import DocumentChunks
 from fivefold.model.linear_attention.delta_rule import DELTA_RULE, unit
 from fivefold.model.linear_attention.kimi_delta_rule import KIMI_DELTA_RULE
-from fivefold.model.linear_attention.recurrence import StateGroup, StateRule, attend, convolved
+from fivefold.model.linear_attention.recurrence import StateGroup, attend, convolved
+from fivefold.model.linear_attention.short_convolution import gated_convolution
+from fivefold.model.linear_attention.state_layer import States
 from fivefold.model.linear_attention.state_space import STATE_SPACE
 from tests.config.families import CASES
 from tests.config.oracle import assert_same, oracle
@@ -43,6 +46,11 @@ def _kimi_inputs(tokens: int) -> list[Tensor]:
     return _drawn(tokens, 1 + ALONE.key, *sizes, group=ALONE)
 
 
+def _convolution_inputs(tokens: int) -> list[Tensor]:
+    """x, B and taps."""
+    return _drawn(tokens, GROUP.mixed // GROUP.shared, (GROUPS * GROUP.mixed, TAPS))
+
+
 def _drawn(
     tokens: int, rates: int, *parameters: tuple[int, ...], group: StateGroup = GROUP
 ) -> list[Tensor]:
@@ -56,7 +64,7 @@ def _drawn(
 def _read(case: "Case", inputs: Inputs, starts: Sequence[int]) -> Tensor:
     mixed, rates, *parameters = inputs
     chunks = DocumentChunks.of(starts, mixed.device)
-    return attend(case.rule, mixed, rates, parameters, case.group, chunks)
+    return case.states(mixed, rates, parameters, case.group, chunks)
 
 
 def _delta_by_token(inputs: Inputs) -> Tensor:
@@ -118,21 +126,32 @@ def _space_by_token(inputs: Inputs) -> Tensor:
     return torch.stack(outs)[None]
 
 
-class Case(NamedTuple):
-    """A rule of states, what it is told, and the same rule token by token."""
+def _convolution_by_token(inputs: Inputs) -> Tensor:
+    """Of one document."""
+    x, b, taps = inputs
+    mixed, outs = (x * b)[0].flatten(1), []
+    for t in range(len(mixed)):
+        reach = range(min(TAPS, t + 1))
+        outs.append(torch.stack([mixed[t - j] * taps[:, -1 - j] for j in reach]).sum(0))
+    return torch.stack(outs).unflatten(1, (GROUPS, -1))[None]
 
-    rule: StateRule
+
+class Case(NamedTuple):
+    """States, what they are told, and the same token by token."""
+
+    states: States
     inputs: Callable[[int], list[Tensor]]
     by_token: Callable[[Inputs], Tensor]
     group: StateGroup = GROUP
 
 
 RULES = [
-    Case(DELTA_RULE, _delta_inputs, _delta_by_token),
-    Case(STATE_SPACE, _space_inputs, _space_by_token),
-    Case(KIMI_DELTA_RULE, _kimi_inputs, _kimi_by_token, ALONE),
+    Case(partial(attend, DELTA_RULE), _delta_inputs, _delta_by_token),
+    Case(partial(attend, STATE_SPACE), _space_inputs, _space_by_token),
+    Case(partial(attend, KIMI_DELTA_RULE), _kimi_inputs, _kimi_by_token, ALONE),
+    Case(gated_convolution, _convolution_inputs, _convolution_by_token),
 ]
-of_each_rule = pytest.mark.parametrize("case", RULES, ids=["delta", "space", "kimi"])
+of_each_rule = pytest.mark.parametrize("case", RULES, ids=["delta", "space", "kimi", "convolution"])
 
 
 def _assert_same(inputs: Sequence[Tensor], made: Tensor, expected: Tensor) -> None:

@@ -54,6 +54,8 @@ def layers(stage: Stage, x: Tensor, names: list[str], batch: Batch) -> Tensor:
         if names[0].startswith("mtp."):
             pattern = stage.model.mtp_hybrid_override_pattern
         model = replace(model, hybrid_override_pattern=pattern)
+    if names[0].startswith("mtp.") and model.keys_as_values:  # as the last layer, has no window
+        model = replace(model, window_size=None, window_attn_skip_freq=None)
     middle = Stage(model, ModelParts(tuple(range(len(names)))), stage.settings)
     weights = dict(stage.named_parameters())
     own = {

@@ -18,6 +18,7 @@ from fivefold.model.prediction import with_further
 from tests.model.models import (
     CHUNKED,
     COMMAND,
+    CONVOLVING,
     GPT,
     LATENT,
     LONG,
@@ -57,6 +58,7 @@ FAMILIES = {
     "long": replace(LONG, **UNSCALED),
     "latent": LATENTS,
     "latent, plain queries": replace(PLAIN_QUERIES, **UNSCALED, add_bias_linear=False),
+    "convolving": replace(CONVOLVING, **UNSCALED, linear_attention_freq="[0,1,0]"),
     "sparse": replace(SPARSE, **UNSCALED, **STRETCHED, qk_pos_emb_head_dim=16, **INDEXER),
     "latent experts": replace(LATENTS, **EXPERTS, moe_shared_expert_intermediate_size=24),
 }
@@ -82,6 +84,7 @@ NUMBERS: dict[str, Any] = {
     "embedding_init_method_std": 1.5,
     "norm_epsilon": 0.01,
     "latent_norm_epsilon": 0.02,
+    "moe_router_norm_epsilon": 0.1,
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.3,
     "logits_scaling": 3.0,
@@ -102,6 +105,10 @@ NUMBERS: dict[str, Any] = {
     "moe_router_topk_scaling_factor": 2.0,
     "moe_ffn_hidden_size": 24,
     "kv_channels": 14,
+    "num_query_groups_local": 4,
+    "kv_channels_local": 14,
+    "v_channels": 9,
+    "value_multiplier": 0.3,
     "hybrid_override_pattern": "*-M",
     "mamba_state_dim": 4,
     "mamba_head_dim": 8,
@@ -127,6 +134,7 @@ KNOWN = {
     "attn_temperature_tuning": ("neox", "command"),  # of sequences of 8191 tokens or more
     "use_rope_scaling": (
         "command",
+        "convolving",
         "sinks, experts",
         "chunked, experts",
         "latent",
@@ -134,11 +142,13 @@ KNOWN = {
     ),  # of contexts beyond 8192 tokens
     "rope_type": (
         "command",
+        "convolving",
         "chunked, experts",
         "sinks, experts",
         "latent",
         "sparse",
     ),  # beyond 4096 tokens
+    "softmax_type_local": ("sinks",),  # which all its layers have
     "longrope_long_factor": ("long",),  # of longer rows: tests/model/test_rope.py
 }
 

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.config.reach import Reach
-from fivefold.description.linear_attention import DeltaRule
-from fivefold.description.mamba import StateSpace
+from fivefold.description.layers import describe_layer
+from fivefold.description.linear_attention import Recurrence
 from fivefold.description.shape import (
     ModelParts,
     count_parameters,
@@ -100,9 +100,8 @@ def test_flops_are_those_that_pytorch_counts(model: ModelConfig) -> None:
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     tokens = batch.tokens.numel()
-    linear = sum(map(model.is_linear, range(model.num_layers)))
-    rule = DeltaRule if model.hybrid_override_pattern is None else StateSpace
-    states = linear * rule("", model=model).flops
+    linear = filter(model.is_linear, range(model.num_layers))
+    states = sum(describe_layer(model, layer).one(Recurrence).flops for layer in linear)
     assert forward.get_total_flops() == tokens * (
         forward_flops(model, 16, causal=False).total - states
     )

@@ -27,6 +27,7 @@ DENSE = ("llama3-8b", "qwen3-8b")
 EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b", "deepseek-v3")
 LINEAR = ("qwen3.5-27b", "qwen3-next-80b-a3b")
 HYBRIDS = ("nemotron-h-8b", "nemotron-3-nano-30b-a3b")
+LOCAL = ("gemma4-31b", "mimo-v2-flash")
 INDEXERS = ("deepseek-v3.2", "glm-5")
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "gpipe", "dualpipe_v")
 RECOMPUTED = ("core_attn", "mlp", "layernorm")
@@ -56,6 +57,8 @@ def _model(draw: random.Random, name: str) -> ModelConfig:
         mixers = model.hybrid_override_pattern[:8]
         model = replace(model, num_layers=8, vocab_size=32768, hybrid_override_pattern=mixers)
         return replace(model, num_experts=model.num_experts and 64)
+    if model.v_channels is not None:  # layers are listed one by one
+        model = replace(model, window_attn_skip_freq="4", moe_layer_freq="[0]*1+[1]*7")
     if model.num_experts is None:
         return replace(model, num_layers=8, vocab_size=32768)
     model = replace(model, num_experts=min(model.num_experts, 64))
@@ -138,6 +141,12 @@ def test_a_rank_with_kimi_delta_attention_needs_what_is_planned(seed: int) -> No
 @pytest.mark.parametrize("seed", chosen(range(60), 11))
 def test_a_rank_with_one_mixer_a_layer_needs_what_is_planned(seed: int) -> None:
     _needs_what_is_planned(drawn(seed, HYBRIDS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", chosen(range(20)))
+def test_a_rank_with_sizes_by_layer_needs_what_is_planned(seed: int) -> None:
+    _needs_what_is_planned(drawn(seed, LOCAL))
 
 
 @pytest.mark.slow

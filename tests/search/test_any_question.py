@@ -293,14 +293,17 @@ def test_what_the_trainer_lacks_is_not_chosen(line: str) -> None:
         ("llama3-70b --gpus 4 --tp 1 --pp 1 --cp 1 --gbs 4", "--offload-optimizer-states"),
         ("llama3-405b --gpus 4 --tp 1 --pp 1 --cp 1 --gbs 4", "--gpus 128"),
         ("llama3-70b --gpus 1 --gbs 1", "more than the device has"),
-        ("llama3-8b --gpus 8 --ep 2", "needs a model with num_experts"),
+        ("llama3-8b --gpus 8 --ep 2", "num_experts is none"),
         ("llama3-8b --gpus 8 --gbs 7 --tp 1 --pp 1 --cp 1", "global_batch_size 7"),
         ("llama3-8b --cluster A100 --fp8-format hybrid", "has no units that multiply in fp8"),
         ("llama3-8b --cluster H100 --fp4-format e2m1", "has no units that multiply in fp4"),
         ("llama3-8b --cluster H100 --precision fp64", "has no units that multiply in fp64"),
         ("llama3-8b --gpus 10000001", "more than the 10,000,000"),
         ("llama3-8b --gpus 8 --gbs 99999999999", "at most 2,147,483,647"),
-        ("mixtral-8x7b --gpus 8 --offload-modules core_attn", "are moved by fine_grained"),
+        (
+            "mixtral-8x7b --gpus 8 --offload-modules core_attn",
+            "fine_grained_activation_offloading is false",
+        ),
     ],
 )
 def test_these_questions(line: str, says: str | None) -> None:

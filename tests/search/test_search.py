@@ -391,7 +391,7 @@ def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None
         (f"{SMALL} --cluster H1000", "did you mean 'H100'"),
         (f"{SMALL} --train-tokens many", "--train-tokens must be a number"),
         (f"{SMALL} --json --emit megatron", "both say what to print"),
-        (f"{SMALL} --memory-margin 1.5", "a share from 0 to 1"),
+        (f"{SMALL} --memory-margin 1.5", "--memory-margin must be in [0, 1), not 1.5"),
         (f"{SMALL} --memory-margin 0.99", "leave nothing of gpu.memory_bytes"),
         (f"{SMALL} --memory-margin 0.1 --memory-budget 40GiB", "it is exact"),
         (f"{SMALL} --html nowhere/at/all.html", "no folder"),

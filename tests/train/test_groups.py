@@ -11,7 +11,8 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.cli.train import Options
 from fivefold.config.sources import load
 from fivefold.train.engine import Engine
-from fivefold.train.ranks.launch import init_process_group, launch_local
+from fivefold.train.ranks.join import init_process_group
+from fivefold.train.ranks.launch import launch_local
 from fivefold.train.ranks.rank_env import RankEnv
 from tests.train.faults import LAYOUTS
 

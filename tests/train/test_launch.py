@@ -17,7 +17,8 @@ import torch.distributed as dist
 from fivefold import errors
 from fivefold.cli.main import main
 from fivefold.errors import FivefoldError
-from fivefold.train.ranks.launch import init_process_group, launch_local, run_ranks
+from fivefold.train.ranks.join import init_process_group
+from fivefold.train.ranks.launch import launch_local, run_ranks
 from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.train.ranks.signals import StopRequest
 from tests.programs import Program

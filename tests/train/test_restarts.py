@@ -188,7 +188,6 @@ def test_a_rank_that_fails_after_a_stop_was_asked_for_is_not_started_again() -> 
 @pytest.mark.parametrize(
     ("most", "launcher", "torchrun", "save", "message"),
     [
-        (-1, "single", "0", None, "at least 0"),
         (1, "torchrun", "0", "runs/a", "torchrun --max-restarts 1 starts them"),
         (1, "slurm", "0", "runs/a", "submitted again, goes on"),
         (0, "torchrun", "3", None, "needs --save"),

@@ -261,11 +261,13 @@ def test_conversations_are_evaluated_by_the_template_that_trained(
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["sample", str(tmp_path), "x", "--prompts", "y", "--top-p", "1.5", "--num-samples", "0"]
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    for part in ("--top-p must be above 0 and at most 1", "exclude each other", "--num-samples"):
-        assert part in said
+    for flags, parts in (
+        ("--top-p 1.5 --num-samples 0", ("--top-p must be in (0, 1]", "--num-samples must be at")),
+        ("--chat --prompts y --num-samples 2", ("exclude each other", "--chat gives one answer")),
+    ):
+        assert main(["sample", str(tmp_path), "x", *flags.split()]) == 2
+        said = capsys.readouterr().err
+        assert all(part in said for part in parts)
 
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])

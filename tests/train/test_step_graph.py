@@ -29,14 +29,14 @@ from fivefold.pipeline.costs.measured import FILE, read_measured
 from fivefold.train.batches import as_batch
 from fivefold.train.engine import Engine
 from fivefold.train.profile import profiled
-from fivefold.train.ranks.launch import init_process_group
+from fivefold.train.ranks.join import init_process_group
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.train.step_graph import WARMUP, Replay, StepGraphs, _Recorded
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows_of
 from tests.engines import own_batch
 from tests.pool import run
 from tests.programs import Program
-from tests.verify.cases import GPT, LATENT, LLAMA, chosen, config, named, shared_groups
+from tests.verify.cases import GPT, LATENT, LLAMA, SPARSE, chosen, config, named, shared_groups
 
 T = TypeVar("T")
 
@@ -111,6 +111,12 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
         {"zero_hpz_partition_size": 2, **named(strategy="optim_grads_params")},
     ),
     "tensor parallel": (LLAMA, 2, named(tp=2)),
+    "chosen tokens": (SPARSE, 2, named(tp=2)),
+    "chosen tokens of ranks": (
+        replace(SPARSE, dsa_indexer_use_sparse_loss=True),
+        2,
+        {**named(cp=2), "cp_comm_type": ("all_gather",)},
+    ),
     "ring": (LLAMA, 2, named(cp=2)),
     "gathered keys": (LLAMA, 2, named(cp=2) | {"cp_comm_type": ("all_gather",)}),
     "tp, cp, sharded": (LLAMA, 8, named(tp=2, cp=2, strategy="optim")),

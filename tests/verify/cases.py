@@ -129,6 +129,36 @@ SINKS = replace(
     original_max_position_embeddings=8,
     yarn_correction_range_round_to_int=False,
 )
+# Layers with a window have more and larger heads, and sinks; values are smaller than keys.
+LOCAL = replace(
+    LLAMA,
+    v_channels=5,
+    value_multiplier=0.7,
+    window_size=3,
+    window_attn_skip_freq="2",
+    num_query_groups_local=4,
+    kv_channels_local=12,
+    softmax_type_local="learnable",
+    rotary_base_local=100.0,
+    rotary_percent=0.34,
+)
+# Of layers without a window, which have larger heads, keys are values before their norm.
+WHOLE = replace(
+    LLAMA,
+    kv_channels=12,
+    num_query_groups=1,
+    keys_as_values=True,
+    v_l2_norm=True,
+    layer_scalar=0.6,
+    rope_type="proportional",
+    rotary_percent=0.34,
+    rotary_base_local=100.0,
+    window_size=3,
+    window_attn_skip_freq="2",
+    num_query_groups_local=2,
+    kv_channels_local=6,
+    untie_embeddings_and_output_weights=False,
+)
 NEOX = replace(
     GPT,
     position_embedding_type="rope",
@@ -192,6 +222,13 @@ KIMI = replace(
     linear_num_key_heads=4,
     linear_num_value_heads=4,
 )
+CONVOLVING = replace(
+    LLAMA,
+    qk_layernorm=True,
+    experimental_attention_variant="short_convolution",
+    linear_attention_freq="[1,0,1,1,0]",
+    linear_conv_kernel_dim=3,
+)
 HYBRID = replace(
     LLAMA,
     hybrid_override_pattern="M-*M-",
@@ -219,8 +256,13 @@ MODELS = {
     "kimi": KIMI,
     "kimi, experts": replace(KIMI, **EXPERTS, q_lora_rank=None),
     "delta": DELTA,
+    "convolving": CONVOLVING,
+    "convolving tied": replace(CONVOLVING, untie_embeddings_and_output_weights=False),
     "delta tied": replace(DELTA, untie_embeddings_and_output_weights=False),
     "delta, experts": replace(DELTA, **EXPERTS, moe_shared_expert_gate=True),
+    "local": LOCAL,
+    "whole": WHOLE,
+    "local, experts": replace(LOCAL, **EXPERTS),
     "sinks": SINKS,
     "neox": NEOX,
     "oss": replace(
@@ -228,9 +270,19 @@ MODELS = {
     ),
     "latent": LATENT,
     "latent, plain queries": replace(
-        LATENT, q_lora_rank=None, add_bias_linear=True, normalization="LayerNorm", **MULTIPLIERS
+        LATENT,
+        q_lora_rank=None,
+        add_bias_linear=True,
+        normalization="LayerNorm",
+        attn_temperature_tuning=True,
+        attn_temperature_rotated=True,
+        attn_scale=0.4,
+        floor_scale=3,
+        **MULTIPLIERS,
     ),
     "sparse": SPARSE,
+    "sparse, latents of chosen": replace(SPARSE, dsa_indexer_use_sparse_loss=True),
+    "sparse, not taught": replace(SPARSE, dsa_indexer_loss_coeff=None),
     "sparse, chosen alone, plain queries": replace(
         SPARSE,
         q_lora_rank=None,

@@ -104,7 +104,6 @@ CASES: dict[str, Case] = {
         CASES,
         "alone",
         "p2p",
-        "gathered latents, attention recomputed, ZeRO-3",
         "heads made again, ZeRO-3, plain queries, dropout",
     ),
 )

@@ -227,7 +227,48 @@ PREDICTING: dict[str, Case] = {
         flags(tp=2, sequence=True) | MOVED | FURTHER | {"optimizer": "muon"},
     ),
 }
-CASES = DELTA | KIMI | HYBRID | PREDICTING
+CONVOLVING: dict[str, Case] = {
+    "convolutions, tensor and context parallel, ZeRO-3, tied": (
+        8,
+        "convolving tied",
+        flags(tp=2, sequence=True, dp=2, strategy="optim_grads_params") | context(2, "p2p"),
+    ),
+    "convolutions, alone": (1, "convolving", flags() | DROP),
+    "convolutions, documents of one token": (2, "convolving", flags(tp=2) | ONES),
+    "convolutions, whole layers recomputed": (
+        4,
+        "convolving",
+        flags(tp=4, sequence=True) | FULL,
+    ),
+    "convolutions, gathered keys, recomputed": (
+        2,
+        "convolving",
+        flags() | context(2, "all_gather") | selective("core_attn", "layernorm"),
+    ),
+    "convolutions, hierarchical": (4, "convolving", flags() | context(4, "a2a+p2p") | DROP),
+    "convolutions, deferred weights, uneven stages": (
+        4,
+        "convolving",
+        flags(tp=2, pp=2, sequence=True) | BUBBLES,
+    ),
+    "convolutions, interleaved, ZeRO-2": (
+        4,
+        "convolving",
+        flags(pp=2, dp=2, strategy="optim_grads", stages="Et|tt|t|tL"),
+    ),
+    "convolutions, moved, ring": (2, "convolving", flags() | MOVED | context(2, "p2p")),
+    "convolutions, adapters, sequence parallel": (
+        2,
+        "convolving",
+        flags(tp=2, sequence=True) | LORA,
+    ),
+    "convolutions, Muon, tensor parallel, ZeRO-1": (
+        4,
+        "convolving",
+        flags(tp=2, dp=2, strategy="optim") | {"optimizer": "muon"},
+    ),
+}
+CASES = DELTA | KIMI | HYBRID | PREDICTING | CONVOLVING
 WHOLE_ROWS = [case for case in CASES if "documents" not in case and "experts" not in case]
 WHOLE_ROWS += [case for case in PREDICTING if "experts" in case]
 
@@ -237,14 +278,13 @@ WHOLE_ROWS += [case for case in PREDICTING if "experts" in case]
     "case",
     chosen(
         CASES,
-        "ring, whole layers recomputed",
         "fewer microbatches than stages",
-        "ZeRO-2 and deferred weights",
         "moved",
         "adapters with magnitudes, exchanged heads",
         "kimi, tensor and context parallel, ZeRO-3",
         *list(HYBRID)[5::3],
         "further tokens with the same weights, deferred weights, ZeRO-2",
+        "convolutions, moved, ring",
     ),
 )
 def test_layouts(case: str) -> None:

@@ -76,6 +76,18 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], tuple[str, ...]]] = {
     ),
     "latents": (4, LATENT, {"tp": 2, "strategy": "optim_grads_params"}, ()),
     "latents, further token": (2, replace(LATENT, mtp_num_layers=1), {"tp": 2}, ("kv_b_proj",)),
+    "chosen tokens": (
+        4,
+        MODELS["sparse, not taught"],
+        {"tp": 2, "strategy": "optim_grads_params"},
+        (),
+    ),
+    "chosen tokens, whole tokens": (
+        2,
+        MODELS["sparse, not taught"],
+        {"tp": 2, "sequence_parallel": False},
+        (),
+    ),
     "experts": (4, MIXTURE, {"tp": 2, "ep": 2, "strategy": "optim_grads_params"}, ()),
     "one expert a token": (2, replace(MIXTURE, moe_router_topk=1), {"ep": 2}, ()),
     "experts in pairs": (
@@ -117,7 +129,6 @@ EVERY = {f"{case}, {kind}": (case, kind) for case, kind in product(CASES, KINDS)
     "name",
     chosen(
         EVERY,
-        "ZeRO-3, recomputed, tied, magnitudes",
         "deferred, both",
         "embedding alone in its stage, plain",
     ),

@@ -244,7 +244,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         CASES,
         "weights off the device, tied over stages",
         "every module, deferred weights",
-        "linear loss, vocabulary part of padding only",
         "the second moment in bf16, two copies of the embedding",
         "moments of fp8, ZeRO-3, tensor parallel",
     ),

@@ -77,7 +77,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 
 
 # Each setting of these is in another case, too, here or in test_schedules.py.
-AGAIN = (3, 5)
+AGAIN = (0, 3, 5)
 CHOSEN = [
     pytest.param(*case, marks=pytest.mark.exhaustive) if place in AGAIN else case
     for place, case in enumerate(CASES)

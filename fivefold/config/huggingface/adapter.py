@@ -22,8 +22,13 @@ _TARGETS = {name: name for name in get_args(LoraTarget)[1:]} | {
     "kv_a_proj_with_mqa": "kv_a_proj",
     "c_fc": "up_proj",  # of StarCoder2's MLPs
     "c_proj": "down_proj",
+    "w1": "gate_proj",  # of LFM2
+    "w3": "up_proj",
+    "w2": "down_proj",
+    "self_attn.out_proj": "o_proj",
+    "conv.out_proj": "out_proj",
 }
-"""Our name of a linear layer, by the last part of that of transformers."""
+"""Our name of a linear layer, by how that of transformers ends."""
 _UNTOUCHED = True, False, None, "gaussian", "eva", "orthogonal"
 """Ways to initialise an adapter that leave the base model's weights as they are."""
 
@@ -169,11 +174,18 @@ def _modules(folder: Path, reader: Reader) -> list[str]:
 
 
 def _our_targets(modules: list[str], reader: Reader) -> tuple[str, ...]:
-    ends = dict.fromkeys(module.rpartition(".")[2] for module in modules)
+    ends = dict.fromkeys(map(end_of, modules))
     for end in [end for end in ends if end not in _TARGETS]:
         reader.mistakes.add(f"{end} of this adapter has no adapters here", works=tuple(_TARGETS))
     named = {_TARGETS[end] for end in ends if end in _TARGETS}
     return tuple(name for name in get_args(LoraTarget) if name in named)
+
+
+def end_of(module: str) -> str:
+    """How the name of one of transformers' linear layers ends, by which layers are told apart."""
+    *_, before, last = "", *module.split(".")
+    whole = f"{before}.{last}"
+    return whole if whole in _TARGETS else last
 
 
 def _matches(wanted: str | tuple[str, ...] | None, module: str) -> bool:

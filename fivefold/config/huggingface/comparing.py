@@ -5,11 +5,13 @@ from typing import Any
 
 from fivefold.config.by_layer import (
     IN_BF16,
+    OF_CONVOLUTIONS,
+    OF_DELTA_NET,
     OF_INDEXER,
     OF_ITS_LOSS,
     OF_LATENTS,
-    OF_LINEAR_ATTENTION,
     OF_MAMBA,
+    OF_WINDOWS,
 )
 from fivefold.config.config import SETTINGS
 from fivefold.config.model import INITIAL, ModelConfig
@@ -43,6 +45,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told["softmax_scale"] = softmax_scale(model)
     told["latent_norm_epsilon"] = model.latent_epsilon
     told["rotary_base_local"] = _local_base(model)
+    told |= _local_sizes(model)
     told["longrope_attention_factor"] = longrope_scale(model)
     told["window_size"] = tuple(map(model.window_of, layers))
     told["no_rope_freq"] = tuple(not model.rotates(layer) for layer in layers)
@@ -75,7 +78,9 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     if model.rope_type == "rope":
         unused.append("original_max_position_embeddings")
     if not model.has_linear_attention:
-        unused += OF_LINEAR_ATTENTION
+        unused += OF_DELTA_NET
+    if not model.has_linear_layers or model.hybrid_override_pattern is not None:
+        unused += OF_CONVOLUTIONS
     if not model.is_sparse:
         unused += OF_INDEXER
     if model.hybrid_override_pattern is None:
@@ -85,6 +90,14 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     if model.moe_router_num_groups is None:
         unused += ["moe_router_group_topk", "moe_router_group_scores"]
     return {name: value for name, value in told.items() if name not in unused}
+
+
+def _local_sizes(model: ModelConfig) -> dict[str, Any]:
+    """Sizes of attention in layers with a window, if there are some."""
+    local = model.attention_of(True).spelt_out()
+    names = {name: name.removesuffix("_local") for name in OF_WINDOWS}
+    has = model.window_size is not None
+    return {name: getattr(local, own) if has else None for name, own in names.items()}
 
 
 def softmax_scale(model: ModelConfig) -> float:

@@ -27,6 +27,9 @@ def rope_fields(model: ModelConfig) -> Fields:
     if model.rotary_seq_len_interpolation_factor is not None:
         factor = model.rotary_seq_len_interpolation_factor
         fields["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    if model.rope_type == "proportional":
+        scaling = fields.get("rope_scaling", {}) | {"rope_type": "proportional"}
+        fields["rope_scaling"] = scaling | {"partial_rotary_factor": model.rotary_percent}
     if model.rope_type == "yarn":
         fields["rope_scaling"] = {
             "rope_type": "yarn",

@@ -23,6 +23,7 @@ class GroupedExperts:
         methods: those that the family has.
         normalised: `norm_topk_prob`.
         scale: `routed_scaling_factor`.
+        null_scale: whether null there is 1.
         groups: `n_group`.
         chosen_groups: `topk_group`.
         dense_layers: `first_k_dense_replace`.
@@ -32,6 +33,8 @@ class GroupedExperts:
         shared_name: its name.
         experts: names of their number.
         always: whether there are experts in any case.
+        either: whether a softmax may be over the chosen experts or over all (`norm_topk_prob`),
+            without groups.
     """
 
     scores: str
@@ -49,6 +52,8 @@ class GroupedExperts:
     shared_name: str = "n_shared_experts"
     experts: tuple[str, ...] = ("n_routed_experts", "num_experts", "num_local_experts")
     always: bool = False
+    null_scale: bool = False
+    either: bool = False
 
     @property
     def second(self) -> bool:
@@ -63,16 +68,18 @@ class GroupedExperts:
         experts = (reader.size if self.always else reader.optional_size)(*self.experts)
         method = reader.text("topk_method", default=self.method, choices=self.methods)
         reader.fixed("scoring_func", self.scores, *self.scores_also)
-        if reader.flag("norm_topk_prob", self.normalised) == second:
+        normalised = reader.flag("norm_topk_prob", self.normalised)
+        if normalised == second and not self.either:
             reader.unsupported("norm_topk_prob", second, [not second])
-        factor = reader.number("routed_scaling_factor", self.scale)
-        size = reader.optional_size if second else reader.size
+        number = reader.number_or_null if self.null_scale else reader.number
+        factor = number("routed_scaling_factor", self.scale)
+        size = reader.optional_size if second and not self.either else reader.size
         counts = {"n_group": self.groups, "topk_group": self.chosen_groups}
         counts = {name: size(name, default=count) for name, count in counts.items()}
         sparse = self._sparse_layers(reader, layers)
         shared = reader.optional_size(self.shared_name, default=self.shared, least=0)
         inner, topk = reader.size("moe_intermediate_size"), reader.size("num_experts_per_tok")
-        reader.fixed("moe_layer_freq", 1)
+        reader.fixed("moe_layer_freq", 1, [int(has) for has in sparse])
         if experts is None or not any(sparse):
             return {}
         if not second:
@@ -83,6 +90,9 @@ class GroupedExperts:
         groups, chosen = (count or 1 for count in counts.values())
         if method != "greedy" and chosen > groups:
             reader.unsupported("topk_group", chosen, [groups], f"there are n_group = {groups}")
+        if self.either and chosen < groups:
+            why = f"of n_group = {groups}, compared by softmaxes over all experts"
+            reader.unsupported("topk_group", chosen, [groups], why)
         grouped = method != "greedy" and chosen < groups
         return {
             "num_experts": experts,
@@ -91,8 +101,8 @@ class GroupedExperts:
             "moe_router_group_topk": chosen if grouped else None,
             "moe_router_group_scores": (1 if second else 2) if grouped else None,
             "moe_router_score_function": self.scores,
-            "moe_router_pre_softmax": second,
-            "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+            "moe_router_pre_softmax": second and not normalised,
+            "moe_router_topk_scaling_factor": None if factor in (None, 1.0) else factor,
             "moe_router_enable_expert_bias": not second,
             "moe_ffn_hidden_size": inner,
             "moe_shared_expert_intermediate_size": (shared or 0) * inner or None,
@@ -111,7 +121,7 @@ class GroupedExperts:
             "n_group": model.moe_router_num_groups or 1,
             "topk_group": model.moe_router_group_topk or 1,
             "scoring_func": self.scores,
-            "norm_topk_prob": not self.second,
+            "norm_topk_prob": not (model.moe_router_pre_softmax if self.either else self.second),
             "moe_layer_freq": 1,
         }
 
@@ -164,6 +174,60 @@ def predictions(reader: Reader) -> int:
     """Layers that predict further tokens."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     return reader.size(*names, default=1, least=0, most=MAX_LAYERS)
+
+
+def sigmoid_experts(reader: Reader, layers: int, *, first: int, factor: str) -> dict[str, Any]:
+    """ModelConfig settings of V3's experts without groups, in all layers but the first few.
+
+    Args:
+        reader: reader of the file.
+        layers: number of layers.
+        first: the family's default of the layers without experts.
+        factor: name of the factor on weights of experts.
+    """
+    dense = reader.size("num_dense_layers", default=first, least=0)
+    experts, inner = reader.size("num_experts"), reader.size("moe_intermediate_size")
+    scale, topk = reader.number(factor, 1.0), reader.size("num_experts_per_tok")
+    if dense >= layers:
+        return {}
+    refuse_one_expert(reader, topk)
+    return {
+        "num_experts": experts,
+        "moe_router_topk": topk,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
+        "moe_router_enable_expert_bias": True,
+        "moe_ffn_hidden_size": inner,
+        "moe_layer_freq": layer_frequency([layer >= dense for layer in range(layers)]),
+    }
+
+
+def sigmoid_expert_fields(model: ModelConfig, factor: str) -> Fields:
+    """Of `sigmoid_experts`."""
+    return {
+        "num_experts": model.num_experts or 1,
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "num_dense_layers": written_sparse(model).count("dense"),
+        factor: model.moe_router_topk_scaling_factor or 1.0,
+    }
+
+
+def no_predictions(reader: Reader) -> None:
+    """Of families whose further predictions are not published, nor made by transformers."""
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        reader.fixed(name, 0)
+
+
+def read_of_sarvam(reader: Reader) -> None:
+    """Fields of Sarvam's published files, which transformers has no use for."""
+    reader.fixed("score_function", "sigmoid")
+    for name in ("moe_router_enable_expert_bias", "use_rmsnorm"):
+        reader.fixed(name, True)
+    reader.fixed("use_bias", False)
+    for name in ("embedding_dropout", "output_dropout"):
+        reader.fixed(name, 0.0)
+    reader.without_effect("router_dtype")
 
 
 def listed_sparse(reader: Reader, layers: int) -> list[bool] | None:

@@ -64,13 +64,43 @@ _QWEN3_VL_MOE = _sizes(
     num_experts_per_tok=4,
     rope_theta=500000.0,
 )
+_LATENTS = {
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DEEPSEEK3 = _TextModel("deepseek_v3", _sizes(129280, 7168, 18432, 61, 128, 4096, **_LATENTS))
+_MISTRAL4 = _LATENTS | {
+    "kv_lora_rank": 256,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 4,
+    "qk_nope_head_dim": 64,
+}
+_EXAONE4 = _TextModel("exaone4", _sizes(102400, 4096, 16384, 32, 32, 2048))
 TEXTS: Mapping[str, _TextModel] = MappingProxyType(
     {
+        "deepseek_v3": _DEEPSEEK3,
+        "kimi_k2": _DEEPSEEK3,
+        "exaone4": _EXAONE4,
+        "exaone4_5_text": _EXAONE4,
         "gemma3_text": _TextModel("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 131072)),
+        "gemma4_text": _TextModel(
+            "gemma4_text", _sizes(262144, 2304, 9216, 30, 8, 131072, num_key_value_heads=4)
+        ),
+        "gemma4_unified_text": _TextModel(
+            "gemma4_unified_text", _sizes(262144, 2304, 9216, 30, 8, 262144, num_key_value_heads=4)
+        ),
         "llama": _TextModel("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
         "llama4_text": _TextModel("llama4_text", _sizes(202048, 5120, 8192, 48, 40, 131072)),
         "mistral": _TextModel("mistral", _sizes(32000, 4096, 14336, 32, 32, 131072)),
         "ministral3": _TextModel("ministral3", _sizes(131072, 4096, 14336, 34, 32, 262144)),
+        "mistral4": _TextModel(
+            "mistral4", _sizes(131072, 4096, 12288, 36, 32, 1048576, **_MISTRAL4)
+        ),
         "qwen2": _TextModel("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32768)),
         "qwen3": _TextModel("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32768)),
         "qwen2_vl_text": _TextModel("qwen2", _QWEN2_VL, sections=True),
@@ -103,6 +133,7 @@ class _Multimodal:
         tied_by: which file's field says so to transformers 5: the whole model's; or the text
             model's, too, where that one is false; or the text model's alone.
         flat: whether it was published with the text model's fields among the others.
+        code: whether it was published with code of its own before transformers had it.
     """
 
     texts: tuple[str, ...]
@@ -110,6 +141,7 @@ class _Multimodal:
     tied: bool = False
     tied_by: Literal["whole", "either", "text"] = "whole"
     flat: bool = False
+    code: bool = False
 
 
 _ANY_TEXT = "llama", "mistral", "qwen2", "qwen3"
@@ -125,6 +157,11 @@ _QWEN_VL = (
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     "vision_token_id",
 )
+_GEMMA4 = (
+    *("boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "boa_token_id"),
+    *("eoa_token_index", "eoa_token_id", "audio_token_id", "initializer_range"),
+    *("vision_soft_tokens_per_image", "audio_config"),
+)
 MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
     {
         "gemma3": _Multimodal(
@@ -136,6 +173,8 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
             ),
             tied=True,
         ),
+        "gemma4": _Multimodal(("gemma4_text",), _GEMMA4, tied=True),
+        "gemma4_unified": _Multimodal(("gemma4_unified_text",), _GEMMA4, tied=True),
         "idefics3": _Multimodal(("llama",), _IDEFICS),
         "smolvlm": _Multimodal(("llama",), _IDEFICS),
         "llama4": _Multimodal(
@@ -147,7 +186,7 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
             tied_by="text",
         ),
         "mistral3": _Multimodal(
-            ("mistral", "ministral3"),
+            ("mistral", "ministral3", "mistral4"),
             (*_PROJECTOR, "multimodal_projector_bias", "spatial_merge_size"),
         ),
         "llava": _Multimodal(_ANY_TEXT, _LLAVA, tied_by="either"),
@@ -163,6 +202,20 @@ MULTIMODAL: Mapping[str, _Multimodal] = MappingProxyType(
                 *_PROJECTOR,
                 *("image_seq_length", "downsample_ratio", "vision_feature_select_strategy"),
             ),
+        ),
+        "exaone4_5": _Multimodal(
+            ("exaone4", "exaone4_5_text"), ("image_token_id", "video_token_id")
+        ),
+        "kimi_k25": _Multimodal(
+            ("deepseek_v3", "kimi_k2"),
+            (
+                *("image_token_id", "video_token_id", "vision_start_token_id"),
+                *("vision_end_token_id", "projection_hidden_size", "projection_layer_norm_eps"),
+                *("media_placeholder_token_id", "ignore_index", "use_unified_vision_chunk"),
+                "video_placeholder",
+            ),
+            tied=True,
+            code=True,
         ),
         "qwen2_vl": _Multimodal(("qwen2_vl_text",), _QWEN_VL, tied_by="either", flat=True),
         "qwen2_5_vl": _Multimodal(("qwen2_5_vl_text",), _QWEN_VL, tied_by="either", flat=True),
@@ -219,7 +272,7 @@ def text_reader(fields: Fields) -> tuple[Reader, str]:
     family, texts = MULTIMODAL[kind], MULTIMODAL[kind].texts
     whole = Reader(fields, f"this {kind} model")
     read_generic(whole)
-    read_stored_weights(whole)
+    read_stored_weights(whole, code=family.code)
     whole.without_effect("model_type", "vision_config", *family.unused)
     table, place = whole.table("text_config"), "text_config."
     if table is None:
@@ -317,6 +370,7 @@ def told_of(path: Path) -> str | None:
 
 
 _TEXT_NAMES = (
+    ("language_model.model.blocks.", "model.layers."),  # as transformers 5 writes Kimi K2.5's
     ("language_model.model.", "model."),  # as transformers 4 writes them until 4.52
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
@@ -324,8 +378,9 @@ _TEXT_NAMES = (
     ("language_model.", "model."),  # of the model without a head
 )
 _PARTS = (
+    *("embed_vision", "embed_audio", "vision_embedder", "audio_tower"),
     *("vision_tower", "vision_model", "multi_modal_projector", "visual", "image_newline"),
-    "connector",
+    *("connector", "mm_projector"),
 )
 """Parts beside the text model, by the names of their tensors."""
 

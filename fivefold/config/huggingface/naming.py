@@ -18,8 +18,14 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "num_layers": ("num_hidden_layers", "n_layer"),
         "hidden_size": ("hidden_size", "n_embd"),
         "num_attention_heads": ("num_attention_heads", "n_head"),
-        "num_query_groups": ("num_key_value_heads", "num_kv_heads"),
-        "kv_channels": ("head_dim",),
+        "num_query_groups": (
+            *("num_global_key_value_heads", "num_key_value_heads", "num_kv_heads"),
+        ),
+        "num_query_groups_local": ("num_key_value_heads",),
+        "kv_channels": ("global_head_dim", "head_dim"),
+        "kv_channels_local": ("head_dim",),
+        "v_channels": ("v_head_dim",),
+        "value_multiplier": ("attention_value_scale",),
         "ffn_hidden_size": ("intermediate_size", "n_inner", "ffn_hidden_size"),
         "max_position_embeddings": (
             *("max_position_embeddings", "n_positions", "model_max_length"),
@@ -27,8 +33,11 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "norm_epsilon": (
             *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
         ),
+        "embedding_multiplier": ("scale_emb",),
+        "residual_multiplier": ("scale_depth",),
         "softmax_scale": ("attention_multiplier",),
         "init_method_std": ("initializer_range",),
+        "embedding_init_method_std": ("embedding_initializer_range",),
         "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
         "attention_dropout": ("attention_dropout", "attn_pdrop"),
         "activation_func_clamp_value": ("swiglu_limit",),

@@ -99,6 +99,14 @@ class Reader:
         value = self._value((name,), None, _a_number)
         return None if value is _WRONG or value is None else float(value)
 
+    def number_or_null(self, name: str, default: float | None) -> float | None:
+        """A finite number or null, which differs from a missing field."""
+        if name in self.fields and self.fields[name] is None:
+            self.without_effect(name)
+            return None
+        found = self.optional_number(name)
+        return default if found is None else found
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
         value = self._value((name,), default, _a_switch)

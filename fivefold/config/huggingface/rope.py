@@ -1,13 +1,22 @@
 """Rotary positions: rope_theta and rope_scaling of transformers 4, rope_parameters of 5."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import isclose, log
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.stretched_rope import longrope_attention
+from fivefold.config.huggingface.rope_scalings import (
+    alpha,
+    dynamic,
+    longest,
+    longrope,
+    proportional,
+    temperature,
+    tempered,
+    yarn,
+    yarn_settings,
+)
 
 LLAMA3: Mapping[str, str] = MappingProxyType(
     {
@@ -18,7 +27,8 @@ LLAMA3: Mapping[str, str] = MappingProxyType(
     }
 )
 """ModelConfig's names of the settings of Llama 3's scaling, and those of a config.json."""
-_SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+"""Kinds of scaling that a ModelConfig expresses."""
 PHI3 = ("default", "longrope", "su", "yarn")
 """Kinds in Phi-3's files, of which all but the first are names of LongRoPE."""
 
@@ -44,9 +54,9 @@ class Rope:
         return {"rotary_base": self.theta, "rotary_percent": self.share, **dict(self.scaling)}
 
 
-def whole_head_rope(reader: Reader, default: Rope) -> Rope:
+def whole_head_rope(reader: Reader, default: Rope, *, scalings: tuple[str, ...] = SCALINGS) -> Rope:
     """Rotary positions of whole heads, limited to what a ModelConfig can express."""
-    return _of_whole_heads(reader, read_rope(reader, default))
+    return _of_whole_heads(reader, read_rope(reader, default, scalings=scalings))
 
 
 def raised_rope(reader: Reader, default: Rope, head_dim: int) -> Rope:
@@ -59,21 +69,38 @@ def raised_rope(reader: Reader, default: Rope, head_dim: int) -> Rope:
     return _of_whole_heads(reader, rope)
 
 
-def sharpened_rope(reader: Reader, default: Rope) -> Rope:
-    """Ministral 3's YaRN, in whose table there also is how attention gets hotter by position."""
+def sharpened_rope(
+    reader: Reader,
+    default: Rope,
+    *,
+    factor: float = 16.0,
+    original: int = 16384,
+    latents: bool = False,
+) -> Rope:
+    """Ministral 3's YaRN, in whose table there also is how attention gets hotter by position.
+
+    Args:
+        reader: reader of the file.
+        default: the family's default, whose share no file may change.
+        factor: the family's default of the scaling factor.
+        original: that of the sequence length before scaling, in tokens.
+        latents: whether YaRN also scales the scores, as in latent attention.
+    """
     if reader.fields.get("rope_parameters") == {}:
         why = "transformers cannot run the model without llama_4_scaling_beta in it"
         reader.unsupported("rope_parameters", {}, [None], why)
-    usual = yarn_settings(16.0, 16384, whole_pairs=True, scales=(0.0, 0.0))
-    default = Rope(default.theta, 1.0, "yarn", usual + _tempered(0.1, 16384))
-    rope = read_rope(reader, default, scalings=("yarn",), sharpened=True)
-    return _of_whole_heads(reader, rope)
+    scales = (1.0, 1.0) if latents else (0.0, 0.0)
+    usual = yarn_settings(factor, original, whole_pairs=True, scales=scales)
+    default = Rope(default.theta, default.share, "yarn", usual + tempered(0.1, original))
+    rope = read_rope(reader, default, scalings=("yarn",), latents=latents, sharpened=True)
+    return _of_whole_heads(reader, rope, default.share)
 
 
-def _of_whole_heads(reader: Reader, rope: Rope) -> Rope:
-    if rope.share != 1.0:
-        reader.unsupported("partial_rotary_factor", rope.share, [1.0])
-    return rope
+def _of_whole_heads(reader: Reader, rope: Rope, share: float = 1.0) -> Rope:
+    """Positions of all features that may be turned: a share of each head in latent attention."""
+    if rope.share != share:
+        reader.unsupported("partial_rotary_factor", rope.share, [share])
+    return replace(rope, share=1.0)
 
 
 def read_rope(
@@ -82,7 +109,7 @@ def read_rope(
     *,
     theta: str = "rope_theta",
     share: str = "partial_rotary_factor",
-    scalings: tuple[str, ...] = _SUPPORTED,
+    scalings: tuple[str, ...] = SCALINGS,
     raised: bool = False,
     latents: bool = False,
     original: int | None = None,
@@ -131,7 +158,13 @@ def read_rope(
 
 
 def rope_by_layer(
-    reader: Reader, default: Rope, base: float, *, local: str | None = None
+    reader: Reader,
+    default: Rope,
+    base: float,
+    *,
+    local: str | None = None,
+    scalings: tuple[str, ...] = SCALINGS,
+    share: float | None = None,
 ) -> tuple[Rope, float]:
     """RoPE of layers without a window, and the base of those with one, which is not scaled.
 
@@ -142,6 +175,9 @@ def rope_by_layer(
         default: the family's default.
         base: the family's base of layers with a window.
         local: name of that base outside the tables; None: the family has no such field.
+        scalings: kinds of scaling that the family has and a ModelConfig expresses.
+        share: share of a head that is rotated where a table does not say which; None: tables may
+            not say it, and all is rotated.
     """
     beside = reader.optional_number("rope_theta")
     beside_local = None if local is None else reader.optional_number(local)
@@ -159,14 +195,21 @@ def rope_by_layer(
                 "type", None, why="transformers 5 reads rope_type, and leaves it unscaled"
             )
         theta = _agreed(scaling, "rope_theta", "rope_theta", beside, default.theta)
-        return Rope(theta, 1.0, *_scaling(scaling, _SUPPORTED, False, False, reader)), base
+        return Rope(theta, 1.0, *_scaling(scaling, SCALINGS, False, False, reader)), base
     whole, window = tables.table("full_attention"), tables.table("sliding_attention")
     tables.refuse_unread()
-    rope = Rope(theta, 1.0, "default")
+    part = 1.0 if share is None else share
+    rope = Rope(theta, part, "default")
     if whole is not None:
         theta = _agreed(whole, "rope_theta", "rope_theta", beside, default.theta)
-        rope = Rope(theta, 1.0, *_scaling(whole, _SUPPORTED, False, False, reader))
+        part = part if share is None else whole.number("partial_rotary_factor", share)
+        rope = Rope(theta, part, *_scaling(whole, scalings, False, False, reader))
     if window is not None:
+        other = part if share is None else window.number("partial_rotary_factor", share)
+        if other != part and whole is not None:
+            why = "that of layers without a window has to be the same"
+            window.unsupported("partial_rotary_factor", other, [part], why)
+        rope = replace(rope, share=other)
         window.text("rope_type", "type", default="default", choices=("default",))
         base = _agreed(window, "rope_theta", local or "rope_theta", beside_local, base)
         window.refuse_unread()
@@ -208,13 +251,15 @@ def _scaling(
     if beside is not None and kind in PHI3[1:]:
         kind = "longrope"
     scaling: tuple[tuple[str, Any], ...] = ()
+    if kind == "proportional":
+        scaling = proportional(table)
     if kind == "dynamic":
         table.without_effect("original_max_position_embeddings")
-        scaling = (("alpha", _alpha(table)),) if raised else _dynamic(table, whole)
-    if kind == "yarn":
-        scaling = _yarn(table, latents, whole)
+        scaling = (("alpha", alpha(table)),) if raised else dynamic(table, whole)
+    if kind in ("yarn", "deepseek_yarn"):
+        kind, scaling = "yarn", yarn(table, latents, whole)
     if kind == "longrope":
-        scaling = _longrope(table, beside, _longest(whole))
+        scaling = longrope(table, beside, longest(whole))
     if kind == "linear":
         if "factor" not in table.fields:
             table.mistakes.add('rope_type = "linear" needs factor, which positions are divided by')
@@ -227,7 +272,7 @@ def _scaling(
         numbers = (table.number(name, 1.0) for name in factors)
         scaling = llama3_settings(*numbers, table.size(original, default=1))
     if sharpened:
-        scaling += _temperature(table)
+        scaling += temperature(table)
     table.refuse_unread()
     return kind, scaling
 
@@ -235,136 +280,3 @@ def _scaling(
 def llama3_settings(*numbers: float) -> tuple[tuple[str, Any], ...]:
     """ModelConfig settings for Llama 3's scaling, by its numbers in the order of `LLAMA3`."""
     return ("use_rope_scaling", True), *zip(LLAMA3, numbers, strict=True)
-
-
-def yarn_settings(
-    factor: float,
-    original: int,
-    *,
-    fast: float = 32.0,
-    slow: float = 1.0,
-    whole_pairs: bool,
-    scales: tuple[float, float] = (1.0, 0.0),
-) -> tuple[tuple[str, Any], ...]:
-    """ModelConfig settings for YaRN.
-
-    Args:
-        factor: scaling factor.
-        original: sequence length before scaling, in tokens.
-        fast: `beta_fast`, the start of the ramp.
-        slow: `beta_slow`, the end of the ramp.
-        whole_pairs: whether the ends of the ramp are rounded to whole pairs.
-        scales: (mscale, mscale_all_dim).
-    """
-    return (
-        ("rope_type", "yarn"),
-        ("rotary_scaling_factor", factor),
-        ("original_max_position_embeddings", original),
-        ("beta_fast", fast),
-        ("beta_slow", slow),
-        ("yarn_correction_range_round_to_int", whole_pairs),
-        ("mscale", scales[0]),
-        ("mscale_all_dim", scales[1]),
-    )
-
-
-def _dynamic(table: Reader, whole: Reader) -> tuple[tuple[str, Any], ...]:
-    """Dynamic NTK, of sequences that are longer than `max_position_embeddings`."""
-    if "factor" not in table.fields:
-        table.mistakes.add(
-            'rope_type = "dynamic" needs factor, by which the longest wavelength grows'
-        )
-    return (
-        ("rope_type", "dynamic"),
-        ("rotary_scaling_factor", table.number("factor", 1.0)),
-        ("original_max_position_embeddings", _longest(whole)),
-    )
-
-
-def _yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any], ...]:
-    """YaRN; its two mscales count only together, and scale scores only with latent attention."""
-    if "factor" not in table.fields:
-        table.mistakes.add("yarn RoPE scaling needs factor")
-    _read_attention_factor(table)
-    rotary, every = table.optional_number("mscale"), table.optional_number("mscale_all_dim")
-    scales = (rotary or 1.0, every) if every else (1.0, 0.0)
-    if every and rotary == every and not latents:
-        scales = 0.0, 0.0  # features are multiplied by as much as they are divided by
-    elif every and not latents:
-        table.unsupported("mscale_all_dim", every, [0.0])
-    if every and not rotary:
-        table.unsupported("mscale", rotary, [1.0], "mscale_all_dim is given without it")
-    return yarn_settings(
-        table.number("factor", 1.0),
-        table.size("original_max_position_embeddings", default=_longest(whole)),
-        fast=table.optional_number("beta_fast") or 32.0,
-        slow=table.optional_number("beta_slow") or 1.0,
-        whole_pairs=table.flag("truncate", True),
-        scales=scales,
-    )
-
-
-def _temperature(table: Reader) -> tuple[tuple[str, Any], ...]:
-    """ModelConfig settings for queries' factors; those of files are of layers with RoPE."""
-    table.without_effect("max_position_embeddings")
-    beta, length = "llama_4_scaling_beta", table.size("original_max_position_embeddings")
-    if beta not in table.fields:
-        table.mistakes.add(f'rope_type = "yarn" of this family needs {beta}, a number')
-    scale = table.number(beta, 0.0)
-    return _tempered(scale, length) if scale else ()
-
-
-def _tempered(scale: float, length: int) -> tuple[tuple[str, Any], ...]:
-    return (
-        ("attn_temperature_tuning", True),
-        ("attn_temperature_rotated", True),
-        ("attn_scale", scale),
-        ("floor_scale", length),
-    )
-
-
-def _alpha(table: Reader) -> float:
-    """Hunyuan's alpha, beside which its files have fields that count for nothing."""
-    table.without_effect("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    alpha = table.number("alpha", 0.0)
-    if alpha <= 0:
-        why = "without alpha the base depends on the length"
-        table.unsupported("alpha", table.fields.get("alpha"), [1000.0], why)
-        return 1.0
-    return alpha
-
-
-def _longest(whole: Reader) -> int:
-    """The longest sequence of a model, from before which transformers takes it to be scaled."""
-    positions = whole.fields.get("max_position_embeddings")
-    return positions if type(positions) is int and positions > 0 else 1
-
-
-def _longrope(table: Reader, beside: int | None, longest: int) -> tuple[tuple[str, Any], ...]:
-    """LongRoPE, of which a factor, if there is one, only says how attention is scaled."""
-    original = table.size("original_max_position_embeddings", default=beside or longest)
-    if beside is not None:
-        why = f"original_max_position_embeddings beside the table, {beside}, is what counts"
-        table.fixed("original_max_position_embeddings", beside, why=why)
-    attention, factor = table.optional_number("attention_factor"), table.optional_number("factor")
-    if attention is None and factor is not None and original > 1:
-        attention = longrope_attention(factor, original)
-    return (
-        ("rope_type", "longrope"),
-        ("original_max_position_embeddings", original),
-        ("longrope_short_factor", table.numbers("short_factor")),
-        ("longrope_long_factor", table.numbers("long_factor")),
-        ("longrope_attention_factor", attention),
-    )
-
-
-def _read_attention_factor(table: Reader) -> None:
-    """Accept what YaRN makes of its factor anyway, which files of OLMo 3 write out."""
-    given, factor = table.fields.get("attention_factor"), table.fields.get("factor")
-    usual = False
-    if isinstance(given, float) and isinstance(factor, int | float) and factor > 1:
-        usual = isclose(given, 0.1 * log(factor) + 1.0, rel_tol=1e-12)
-    if usual and not table.fields.get("mscale_all_dim"):
-        table.without_effect("attention_factor")
-    else:
-        table.fixed("attention_factor", None)

@@ -5,12 +5,18 @@ from typing import Any
 
 from fivefold.config.huggingface.family import Fields
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.huggingface.rope import Rope, rope_by_layer
+from fivefold.config.huggingface.rope import SCALINGS, Rope, rope_by_layer
 from fivefold.config.model import ModelConfig
 
 
 def rope_tables(
-    reader: Reader, default: Rope, base: float, slides: Sequence[bool]
+    reader: Reader,
+    default: Rope,
+    base: float,
+    slides: Sequence[bool],
+    *,
+    scalings: tuple[str, ...] = SCALINGS,
+    partial: bool = False,
 ) -> dict[str, Any]:
     """ModelConfig settings of families that transformers 4 had not: the tables are whole, or none
     is there, and no fields are beside them.
@@ -20,10 +26,10 @@ def rope_tables(
         default: the family's default.
         base: the family's base of layers with a window.
         slides: whether each layer has one.
+        scalings: kinds of scaling that the family has and a ModelConfig expresses.
+        partial: whether tables may say which share of a head is rotated.
     """
     why = "transformers reads the tables in rope_parameters alone"
-    for name in ("rope_theta", "partial_rotary_factor"):
-        reader.fixed(name, None, why=why)
     reader.without_effect("rope_scaling")
     if "rope_scaling" in reader.fields:  # null takes the tables away, too
         value = reader.fields["rope_scaling"]
@@ -32,7 +38,10 @@ def rope_tables(
     if reader.fields.get("rope_parameters") is None:
         reader.without_effect("rope_parameters")
     elif _are_whole(reader, default, slides):
-        rope, base = rope_by_layer(reader, default, base)
+        share = default.share if partial else None
+        rope, base = rope_by_layer(reader, default, base, scalings=scalings, share=share)
+    for name, value in {"rope_theta": rope.theta, "partial_rotary_factor": rope.share}.items():
+        reader.fixed(name, None, value, why=why)
     other = any(slides) and (rope.scaling or base != rope.theta)
     return rope.settings() | {"rotary_base_local": base if other else None}
 

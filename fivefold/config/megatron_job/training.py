@@ -5,7 +5,7 @@ from math import prod
 from types import MappingProxyType
 
 from fivefold.config.by_layer import IN_BF16
-from fivefold.config.data import MOCK
+from fivefold.config.data import FIM_TOKENS, MOCK
 from fivefold.config.megatron_job.arguments import MegatronJob, lost_argument
 from fivefold.config.megatron_job.model import needed
 from fivefold.config.translation import Named
@@ -266,10 +266,26 @@ def of_data(job: MegatronJob, lost: list[str]) -> Named:
     if not job["train_data_path"]:
         yield "split", job["split"] and str(job["split"]).strip("'\"")
     yield from _tokenizer(job, lost)
+    yield from _infilling(job, lost)
     job.mention("finetune")
     for name in ("load", "save"):
         if job[name] is not None:
             lost.append(f"{name} = {job[name]}: {_FOLDERS[name]}")
+
+
+def _infilling(job: MegatronJob, lost: list[str]) -> Named:
+    """Documents whose middle comes last. Samples that get shorter are none here, so none is
+    padded, and documents end with what the tokenizer has for it."""
+    if not job["fim_data"]:
+        return
+    yield from job.same("fim_data", "fim_rate", "fim_spm_rate", *FIM_TOKENS)
+    yield from job.same("fim_split_sample", "fim_no_prefix")
+    if job["fim_split_sample"] is not None:
+        yield from job.same("fim_fragment_rate")
+    job.mention("fim_fragment_rate", "fim_pad_token")
+    if job["fim_eod_token"] != "<|endoftext|>":
+        lost.append(lost_argument("fim_eod_token", job["fim_eod_token"]))
+    job.mention("fim_eod_token")
 
 
 def _tokenizer(job: MegatronJob, lost: list[str]) -> Named:

@@ -1,5 +1,6 @@
 """Which settings mean something only where another one gives them something to act on."""
 
+from fivefold.config.config import SECTION_SETTINGS
 from fivefold.config.rules.model_dependents import OF_MODELS
 from fivefold.config.rules.orphan import Dependents, where
 from fivefold.config.training import OF_MUON, SCALE_BY_TRIAL
@@ -12,9 +13,32 @@ _SHARES_STAGES = (
 )
 """Several ranks hold the same pipeline stage."""
 
+_OF_EXPERTS = " ".join(
+    setting.name
+    for section in ("model", "experts")
+    for setting in SECTION_SETTINGS[section]
+    if setting.name.startswith("moe_")
+)
+"""What experts are, and how tokens are routed to them."""
+
 DEPENDENTS = (
+    where(_OF_EXPERTS, "num_experts != none", "is for experts", "--num-experts 8"),
     where(
-        "sequence_parallel tp_comm_overlap",
+        "expert_model_parallel_size expert_tensor_parallel_size moe_token_dispatcher_type "
+        "moe_enable_deepep moe_shared_expert_overlap overlap_moe_expert_parallel_comm "
+        "delay_wgrad_compute",
+        "num_experts != none",
+        "is for experts on several ranks",
+    ),
+    where(
+        "sequence_parallel",
+        "tensor_model_parallel_size != 1",
+        "splits tokens over tensor-parallel ranks",
+        "--tensor-model-parallel-size 2",
+        searched=True,
+    ),
+    where(
+        "tp_comm_overlap",
         "tensor_model_parallel_size != 1",
         "is for tensor-parallel ranks",
         refused=False,
@@ -84,18 +108,10 @@ DEPENDENTS = (
     where(
         "delay_wgrad_compute",
         "overlap_moe_expert_parallel_comm = true",
-        "fills the time of messages that pairs hide",
-        refused=False,
+        "fills the time of messages that a pair of a forward and a backward hides",
+        searched=True,
     ),
     where("moe_deepep_num_sms", "moe_enable_deepep = true", "is what DeepEP's kernels take"),
-    where(
-        "moe_router_load_balancing_type moe_z_loss_coeff moe_router_dtype moe_input_jitter_eps "
-        "moe_router_force_load_balancing moe_expert_capacity_factor "
-        "moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity",
-        "num_experts != none",
-        "is for routers of experts",
-        "--num-experts 8",
-    ),
     Dependents(
         ("moe_aux_loss_coeff",),
         "moe_router_load_balancing_type",
@@ -174,13 +190,7 @@ DEPENDENTS = (
         ("--recompute-granularity selective --recompute-modules core_attn mlp",),
     ),
     where(
-        "offload_modules offload_tensors",
-        "fine_grained_activation_offloading = true",
-        "chooses activations to move",
-        refused=False,
-    ),
-    where(
-        "min_offloaded_tensor_size activation_offload_fraction",
+        "offload_modules offload_tensors min_offloaded_tensor_size activation_offload_fraction",
         "fine_grained_activation_offloading = true",
         "chooses activations to move",
     ),
@@ -264,6 +274,25 @@ DEPENDENTS = (
     ),
     where("valid_data_path sft", "data_path != mock", "is for text", refused=False),
     where("tokenizer_vocab_size", "tokenizer_model = none", "is of a tokenizer to train"),
+    where("fim_data", "data_path != mock", "rearranges text", refused=False),
+    where("fim_data", "sft = false", "rearranges documents, of which conversations are none"),
+    where(
+        "fim_rate fim_spm_rate fim_split_sample fim_no_prefix "
+        "fim_prefix_token fim_middle_token fim_suffix_token",
+        "fim_data = true",
+        "is of documents that are rearranged",
+    ),
+    where(
+        "fim_fragment_rate",
+        "fim_split_sample != none",
+        "is of documents that have parts",
+    ),
+    where(
+        "load_adapter ckpt_step finetune",
+        "load != none",
+        "says what is taken of the weights to start from",
+        "--load FOLDER",
+    ),
     where(
         "train_iters lr_decay_iters lr_warmup_iters lr_wsd_decay_iters",
         "train_samples = none",

@@ -58,11 +58,9 @@ def _of_the_model(config: Config) -> Iterator[tuple[str, list[str]]]:
     """What the model asks of every step anew, and the flags without which it does not."""
     model = config.model
     if model.has_linear_layers:
-        yield "layers with linear attention or Mamba-2 find their chunks on the host", []
-    if model.is_sparse:
         yield (
-            "attention to chosen tokens (experimental_attention_variant dsa) has not been recorded "
-            "yet",
+            "layers with linear attention, short convolutions or Mamba-2 find their chunks on the "
+            "host",
             [],
         )
     if config.data.reset_attention_mask:

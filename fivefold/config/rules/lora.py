@@ -1,5 +1,7 @@
 """What adapters (LoRA) need of the rest of a configuration."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import get_args
 
 from fivefold.config.config import Config
@@ -33,6 +35,15 @@ def check_adapters(model: ModelConfig, mistakes: Mistakes) -> None:
         )
 
 
+_OF_VARIANT: Mapping[str, tuple[LoraTarget, ...]] = MappingProxyType(
+    {
+        "gated_delta_net": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+        "short_convolution": ("in_proj_xc", "in_proj_b", "out_proj"),
+    }
+)
+"""Linear layers of layers that keep a state, by `experimental_attention_variant`."""
+
+
 def linear_names(model: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers of a model that may have adapters.
 
@@ -42,6 +53,7 @@ def linear_names(model: ModelConfig) -> tuple[str, ...]:
     if model.multi_latent_attention:
         queries = ["q_proj"] if model.q_lora_rank is None else ["q_a_proj", "q_b_proj"]
         names = [*queries, "kv_a_proj", "kv_b_proj", "o_proj"]
+    names += _OF_VARIANT.get(model.experimental_attention_variant or "", ())
     if model.has_dense_layers or model.shared_ffn_size:
         names += ["gate_proj"] if model.gated_linear_unit else []
         names += ["up_proj", "down_proj"]
@@ -74,5 +86,7 @@ def check_adapted_run(config: Config, mistakes: Mistakes) -> None:
         mistakes.add(
             "lora_rank: cp_comm_type all_gather makes keys and values from latents of other ranks, "
             "without adapters",
-            works=("--cp-comm-type p2p", "--cp-comm-type a2a"),
+            works=("--context-parallel-size 1",)
+            if config.model.is_sparse
+            else ("--cp-comm-type p2p", "--cp-comm-type a2a"),
         )

@@ -2,7 +2,6 @@
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
-from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
 from fivefold.units import read_bytes
 
@@ -58,16 +57,6 @@ def _check_named(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
             mistakes.add(
                 "fine_grained_activation_offloading needs offload_modules, what to move",
                 works=["--offload-modules core_attn attn_proj"],
-            )
-    for name in ("offload_modules", "offload_tensors"):
-        if not memory.fine_grained_activation_offloading and getattr(memory, name):
-            mistakes.add(
-                f"{name} {' '.join(getattr(memory, name))} are moved by "
-                "fine_grained_activation_offloading only",
-                works=[
-                    "--fine-grained-activation-offloading",
-                    f"{flag_of(name)} none",
-                ],
             )
     for name, modules in named.items():
         for module in modules:

@@ -1,10 +1,9 @@
 """Validation of a model's architecture on its own."""
 
-from fivefold.config.by_layer import IN_BF16, OF_LATENTS
+from fivefold.config.by_layer import IN_BF16, OF_WINDOWS
 from fivefold.config.config import SECTION_SETTINGS, SETTINGS
 from fivefold.config.divisors import divisors, nearest
-from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
-from fivefold.config.lora import OF_ADAPTERS
+from fivefold.config.layer_pattern import MAX_LAYERS, layers_of
 from fivefold.config.model import MAX_SIZE, ModelConfig
 from fivefold.config.rules.lora import check_adapters
 from fivefold.config.rules.rope import check_rope
@@ -13,8 +12,6 @@ from fivefold.config.rules.states import check_states
 from fivefold.config.rules.values import check_ranges
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes, did_you_mean
-
-_OF_EXPERTS = tuple(s.name for s in SECTION_SETTINGS["model"] if s.name.startswith("moe_"))
 
 
 def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -44,8 +41,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
         _check_heads(model, mistakes)
         _check_experts(model, mistakes)
     _check_latents(model, mistakes)
-    if model.lora_rank is None:
-        _check_unused(model, OF_ADAPTERS, "--lora-rank", "--lora-rank 16", mistakes)
+    _check_values(model, mistakes)
     check_adapters(model, mistakes)
     check_rope(model, mistakes)
     _check_gate(model, mistakes)
@@ -55,7 +51,9 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     check_sparse(model, mistakes)
     if model.window_attn_skip_freq is not None:
         with mistakes.collecting():
-            if not any(window_layers(model.window_attn_skip_freq, model.num_layers)):
+            if not any(
+                layers_of("window_attn_skip_freq", model.window_attn_skip_freq, model.num_layers)
+            ):
                 mistakes.add(
                     f"window_attn_skip_freq {model.window_attn_skip_freq!r} gives none of the "
                     "layers a window",
@@ -133,28 +131,36 @@ def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
-    heads, groups, hidden = model.num_attention_heads, model.num_kv_heads, model.hidden_size
+    heads, hidden = model.num_attention_heads, model.hidden_size
     if model.kv_channels is None and hidden % heads and not model.multi_latent_attention:
         mistakes.add(
             f"hidden_size {hidden} cannot be split over {heads} heads",
             f"{hidden} / {heads} = {hidden / heads:.2f} (must be whole, or set kv_channels)",
             works=[f"--num-attention-heads {n}" for n in nearest(heads, divisors(hidden))],
         )
+    for local in (False, True) if model.has_local_sizes else (False,):
+        _check_attention(model.attention_of(local), "_local" * local, mistakes)
+
+
+def _check_attention(model: ModelConfig, of: str, mistakes: Mistakes) -> None:
+    """Check the heads of one kind of layers; `of`: how names of their settings end."""
+    heads, groups = model.num_attention_heads, model.num_kv_heads
     if heads % groups and not model.multi_latent_attention:
+        name = f"num_query_groups{of}"
         mistakes.add(
             f"{heads} query heads cannot share {groups} key/value heads",
-            f"num_attention_heads / num_query_groups = {heads} / {groups} = {heads / groups:.2f} "
+            f"num_attention_heads / {name} = {heads} / {groups} = {heads / groups:.2f} "
             "(must be whole)",
-            works=[f"--num-query-groups {n}" for n in nearest(groups, divisors(heads))],
+            works=[f"{flag_of(name)} {n}" for n in nearest(groups, divisors(heads))],
         )
     if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or not model.rotary_dim):
         size = f"{model.rotary_dim}"
-        if model.rotary_percent != 1.0:
+        if model.rotary_dim != model.head_dim and not model.multi_latent_attention:
             size = f"{model.head_dim} x rotary_percent {model.rotary_percent} = {model.rotary_dim}"
         what = "odd" if model.rotary_dim else "nothing"
-        whence = f"hidden_size {hidden} / num_attention_heads {heads}"
+        whence = f"hidden_size {model.hidden_size} / num_attention_heads {heads}"
         if model.kv_channels is not None:
-            whence = f"kv_channels {model.kv_channels}"
+            whence = f"kv_channels{of} {model.kv_channels}"
         if model.multi_latent_attention:
             whence = f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim}"
         mistakes.add(f"RoPE turns pairs of features, and head size {size} is {what}", whence)
@@ -162,7 +168,6 @@ def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
 
 def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
     if model.num_experts is None:
-        _check_unused(model, _OF_EXPERTS, "--num-experts", "--num-experts 8", mistakes)
         return
     if model.moe_router_topk > model.num_experts:
         mistakes.add(
@@ -198,7 +203,7 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
     if model.hybrid_override_pattern is not None:
         return
     with mistakes.collecting():
-        if not any(expert_layers(model.moe_layer_freq, model.num_layers)):
+        if not any(layers_of("moe_layer_freq", model.moe_layer_freq, model.num_layers)):
             mistakes.add(
                 f"moe_layer_freq {model.moe_layer_freq!r} gives none of the layers experts",
                 works=("--moe-layer-freq 1", "--num-experts none"),
@@ -207,8 +212,6 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
 
 def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
     if not model.multi_latent_attention:
-        flag = "--multi-latent-attention"
-        _check_unused(model, (*OF_LATENTS, "latent_norm_epsilon"), flag, flag, mistakes)
         return
     heads, groups = model.num_attention_heads, model.num_query_groups
     if groups not in (None, heads):
@@ -231,11 +234,6 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
             "its latents",
             works=("--qk-layernorm-type per_head",),
         )
-    if model.attn_temperature_rotated:
-        mistakes.add(
-            "attn_temperature_rotated has no effect on multi_latent_attention",
-            works=("--no-attn-temperature-rotated",),
-        )
     if model.qk_layernorm_after_rope:
         mistakes.add(
             "qk_layernorm_after_rope has no effect on multi_latent_attention, which normalises "
@@ -255,14 +253,55 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
         )
 
 
+def _check_values(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check that attention has no latents or gates where heads have sizes of their own."""
+    for name in ("v_channels", "value_multiplier", "v_l2_norm", "keys_as_values", *OF_WINDOWS):
+        setting, value = SETTINGS[name], getattr(model, name)
+        if model.multi_latent_attention and value != setting.default:
+            mistakes.add(
+                f"{name} {setting.words(value)} is of keys and values that are projected, and "
+                "multi_latent_attention makes them from latents",
+                works=(setting.typed(setting.default), "--no-multi-latent-attention"),
+            )
+    if model.v_l2_norm and model.value_multiplier != 1.0:
+        mistakes.add(
+            f"v_l2_norm normalises values, and value_multiplier {model.value_multiplier} scales "
+            "them",
+            works=("--no-v-l2-norm", "--value-multiplier 1.0"),
+        )
+    if model.keys_as_values:
+        _check_keys_as_values(model, mistakes)
+    if model.v_channels is not None and model.attention_output_gate:
+        mistakes.add(
+            f"v_channels {model.v_channels} gives heads outputs of that size, and the gates of "
+            "attention_output_gate have that of queries",
+            works=("--v-channels none", "--no-attention-output-gate"),
+        )
+
+
+def _check_keys_as_values(model: ModelConfig, mistakes: Mistakes) -> None:
+    off = "--no-keys-as-values"
+    if model.window_size is not None and model.window_attn_skip_freq is None:
+        mistakes.add(
+            f"keys_as_values is of layers without a window, and window_size {model.window_size} is "
+            "of all",
+            works=("--window-attn-skip-freq 2", off),
+        )
+    if not model.v_l2_norm:
+        mistakes.add(
+            "keys_as_values needs v_l2_norm: values are keys before their own norm",
+            works=("--v-l2-norm", off),
+        )
+    if model.v_channels is not None:
+        mistakes.add(
+            f"keys_as_values gives values the size of keys, and v_channels is {model.v_channels}",
+            works=("--v-channels none", off),
+        )
+
+
 def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
     if groups is None and chosen is None:
-        if model.moe_router_group_scores is not None:
-            mistakes.add(
-                "moe_router_group_scores needs moe_router_num_groups",
-                works=["--moe-router-group-scores none"],
-            )
         return
     if groups is None or chosen is None:
         names = ["moe_router_num_groups", "moe_router_group_topk"]
@@ -293,14 +332,3 @@ def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
             f"{experts} / {groups} = {experts // groups}",
             works=[f"--moe-router-group-scores {experts // groups}"],
         )
-
-
-def _check_unused(
-    model: ModelConfig, names: tuple[str, ...], needs: str, add: str, mistakes: Mistakes
-) -> None:
-    """Settings that say something about a part that the model does not have: `add` gives it."""
-    for name in names:
-        setting, value = SETTINGS[name], getattr(model, name)
-        if value != setting.default:
-            what = f"{name} = {setting.words(value)} needs {needs}"
-            mistakes.add(what, works=[add, setting.typed(setting.default)])

@@ -1,6 +1,15 @@
 """Which settings of a model mean something only beside another one."""
 
-from fivefold.config.by_layer import OF_INDEXER, OF_ITS_LOSS, OF_LINEAR_ATTENTION, OF_MAMBA
+from fivefold.config.by_layer import (
+    OF_CONVOLUTIONS,
+    OF_DELTA_NET,
+    OF_INDEXER,
+    OF_ITS_LOSS,
+    OF_LATENTS,
+    OF_MAMBA,
+    OF_WINDOWS,
+)
+from fivefold.config.lora import OF_ADAPTERS
 from fivefold.config.rules.orphan import Dependents, where
 from fivefold.config.rules.sparse import TO_HAVE_IT
 
@@ -11,10 +20,37 @@ OF_MODELS = (
         "position_embedding_type = rope",
         "is for rotary positions",
     ),
+    where(" ".join(OF_ADAPTERS), "lora_rank != none", "is for adapters", "--lora-rank 16"),
+    where(
+        " ".join((*OF_LATENTS, "latent_norm_epsilon")),
+        "multi_latent_attention = true",
+        "is for keys and values that are made from latents",
+    ),
+    where(
+        "moe_router_group_scores",
+        "moe_router_num_groups != none",
+        "is how a router chooses among groups of experts",
+        "--moe-router-num-groups 2 --moe-router-group-topk 1",
+    ),
     where("parallel_residual_one_norm", "parallel_residual = true", "is for branches side by side"),
+    Dependents(
+        ("moe_router_norm_epsilon",),
+        "moe_router_score_function",
+        lambda c: c.model.moe_router_score_function == "sigmoid" and c.model.moe_router_topk > 1,
+        "is of sigmoid scores, of which several are divided by their sum",
+        ("--moe-router-score-function sigmoid --moe-router-topk 2",),
+    ),
     where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
     where(
-        " ".join(OF_LINEAR_ATTENTION),
+        " ".join(OF_CONVOLUTIONS),
+        "experimental_attention_variant = gated_delta_net or "
+        "experimental_attention_variant = kimi_delta_attention or "
+        "experimental_attention_variant = short_convolution",
+        "is for layers with linear attention, or short convolutions",
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",
+    ),
+    where(
+        " ".join(OF_DELTA_NET),
         "experimental_attention_variant = gated_delta_net or "
         "experimental_attention_variant = kimi_delta_attention",
         "is for layers with linear attention",
@@ -84,7 +120,7 @@ OF_MODELS = (
     ),
     where(
         "original_max_position_embeddings",
-        "rope_type != rope",
+        "rope_type = yarn or rope_type = longrope or rope_type = dynamic",
         "is for positions that YaRN, LongRoPE or dynamic NTK stretches",
         "--rope-type yarn",
     ),
@@ -93,6 +129,12 @@ OF_MODELS = (
         "window_size != none",
         "chooses the layers that have a window",
         "--window-size 128",
+    ),
+    where(
+        " ".join(OF_WINDOWS),
+        "window_attn_skip_freq != none",
+        "is of layers that have a window, where others have none",
+        "--window-size 128 --window-attn-skip-freq 2",
     ),
     where(
         "rotary_base_local",

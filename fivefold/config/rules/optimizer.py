@@ -62,5 +62,7 @@ def _unclipped(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         if getattr(model, name) and not model.multi_latent_attention:
             what = f"{name} undoes what scaling the weights of queries and keys would do"
             yield what, (SETTINGS[name].typed(False),)
+    if model.keys_as_values:
+        yield "keys_as_values scales values with keys", ("--no-keys-as-values",)
     if model.lora_rank is not None:
         yield "lora_rank leaves the weights that it scales as they are", ("--lora-rank none",)

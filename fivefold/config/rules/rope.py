@@ -1,6 +1,6 @@
 """Validation of rotary positions: of settings that stretch them, and of layers without any."""
 
-from fivefold.config.layer_pattern import unrotated_layers
+from fivefold.config.layer_pattern import layers_of
 from fivefold.config.model import ModelConfig
 from fivefold.errors import Mistakes
 from fivefold.units import several
@@ -9,6 +9,8 @@ from fivefold.units import several
 def check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
     """Report what is wrong with the settings of rotary positions."""
     rope, stretched = model.position_embedding_type == "rope", model.rope_type != "rope"
+    if model.rope_type == "proportional":
+        _check_proportional(model, mistakes)
     if model.rotary_percent > 1.0:
         mistakes.add(
             f"rotary_percent {model.rotary_percent} is more than all of a head's features",
@@ -59,6 +61,12 @@ def check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
         mistakes.add("use_rope_scaling needs position_embedding_type rope")
     if model.rope_type == "longrope":
         _check_longrope(model, mistakes)
+        if model.kv_channels_local is not None and model.rotary_base_local is None:
+            mistakes.add(
+                "rope_type longrope has a number for each feature pair of a head, of which "
+                f"kv_channels_local {model.kv_channels_local} has another number",
+                works=["--rotary-base-local 10000", "--kv-channels-local none"],
+            )
     if model.rope_type == "dynamic" and model.rotary_dim == 2:
         mistakes.add(
             "rope_type dynamic needs more than one rotary feature pair",
@@ -66,6 +74,24 @@ def check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
             works=["--rope-type rope"],
         )
     _check_unrotated(model, mistakes)
+
+
+def _check_proportional(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check that some frequencies of whole heads turn, and others do not."""
+    if model.multi_latent_attention or model.rotary_percent == 1.0:
+        what = "multi_latent_attention" if model.multi_latent_attention else "rotary_percent 1.0"
+        mistakes.add(
+            f"rope_type proportional has no effect on {what}: it turns a part of a head's "
+            "frequencies",
+            works=["--rope-type rope", "--rotary-percent 0.25"],
+        )
+    elif not int(model.rotary_percent * model.head_dim // 2):
+        few = 2.5 / model.head_dim
+        mistakes.add(
+            f"rope_type proportional turns none of {model.head_dim // 2} feature pairs",
+            f"{model.rotary_percent} x {model.head_dim} / 2 is less than 1",
+            works=[f"--rotary-percent {few:.3g}"] if few < 1.0 else [],
+        )
 
 
 def _check_longrope(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -91,7 +117,7 @@ def _check_interpolation(model: ModelConfig, mistakes: Mistakes) -> None:
         what = "rotary_seq_len_interpolation_factor needs position_embedding_type rope"
         mistakes.add(what, works=[off])
     for name, stretched in (
-        (f"rope_type {model.rope_type}", model.rope_type != "rope"),
+        (f"rope_type {model.rope_type}", model.rope_type not in ("rope", "proportional")),
         ("use_rope_scaling", model.use_rope_scaling),
     ):
         if stretched:
@@ -110,7 +136,7 @@ def _check_unrotated(model: ModelConfig, mistakes: Mistakes) -> None:
             works=("--no-rope-freq none",),
         )
     with mistakes.collecting():
-        if all(unrotated_layers(model.no_rope_freq, model.num_layers)):
+        if all(layers_of("no_rope_freq", model.no_rope_freq, model.num_layers)):
             mistakes.add(
                 f"no_rope_freq {model.no_rope_freq!r} leaves all layers without positions",
                 works=("--no-rope-freq none", "--no-rope-freq 2")[: min(model.num_layers, 2)],

@@ -28,7 +28,6 @@ _LACKING = (
     ("attn_logit_softcapping", "a cap of its scores"),
     ("softmax_type", "learned sinks"),
     ("attention_dropout", "dropout of probabilities"),
-    ("lora_rank", "adapters of its indexer"),
     ("position_embedding_type", "other positions than those of RoPE"),
 )
 
@@ -55,6 +54,12 @@ def check_sparse(model: ModelConfig, mistakes: Mistakes) -> None:
                 : 1 + (dim > 1)
             ],
         )
+    if model.dsa_indexer_loss_coeff and not model.trains_all:
+        mistakes.add(
+            f"dsa_indexer_loss_coeff = {model.dsa_indexer_loss_coeff:g} trains the indexer, which "
+            "stays as it is beside adapters (lora_rank), like all that has none",
+            works=("--dsa-indexer-loss-coeff none", "--lora-rank none"),
+        )
     for name, what in _LACKING:
         default = SETTINGS[name].default
         if getattr(model, name) != default:
@@ -65,13 +70,15 @@ def check_sparse(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def check_sparse_ranks(model: ModelConfig, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Report degrees of parallelism that it does not go with."""
-    cp = parallel.context_parallel_size
-    if model.is_sparse and cp > 1:
+    """Report kinds of context parallelism that it does not go with."""
+    cp, kinds = parallel.context_parallel_size, dict.fromkeys(parallel.cp_comm_type)
+    others = [kind for kind in kinds if kind != "all_gather"]
+    if model.is_sparse and cp > 1 and others:
         mistakes.add(
-            f"{_DSA} does not go with context_parallel_size {cp}: the best tokens of a query are "
-            "chosen among all before it, of which each rank would have a part",
-            works=("--context-parallel-size 1", without_it(model)),
+            f"{_DSA} does not go with cp_comm_type {' '.join(others)}: the best tokens of a query "
+            "are chosen among all before it, whose latents and indexer's keys, which are small, "
+            "each rank has to gather first",
+            works=("--cp-comm-type all_gather", "--context-parallel-size 1", without_it(model)),
         )
 
 

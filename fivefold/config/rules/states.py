@@ -1,12 +1,23 @@
 """Validation of layers that keep a state, and of layers that have one mixer each."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from fivefold.config.by_layer import LINEAR_VARIANTS
 from fivefold.config.divisors import divisors, nearest
-from fivefold.config.layer_pattern import letters, linear_layers, mixers
+from fivefold.config.layer_pattern import layers_of, letters, mixers
 from fivefold.config.model import ModelConfig
 from fivefold.config.settings import flag_of
 from fivefold.errors import Mistakes
 
 _OFF = "--hybrid-override-pattern none"
+_OF_VARIANT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(LINEAR_VARIANTS, "linear attention"),
+        "short_convolution": "short convolutions",
+    }
+)
+"""What layers have that keep a state, by `experimental_attention_variant`."""
 
 
 def check_states(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -22,24 +33,26 @@ def check_states(model: ModelConfig, mistakes: Mistakes) -> None:
             mixers(model.hybrid_override_pattern, model.num_layers)
             _check_further(model, mistakes)
             _check_hybrid(model, model.hybrid_override_pattern, mistakes)
-    if model.has_linear_attention:
+    elif model.has_linear_layers:
         _check_linear(model, mistakes)
         _check_kimi(model, mistakes)
 
 
 def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
     off, freq = "--experimental-attention-variant none", model.linear_attention_freq
+    variant = model.experimental_attention_variant
+    assert variant is not None, "layers with states are of one"
     if freq is None:
         mistakes.add(
-            f"experimental_attention_variant {model.experimental_attention_variant} needs "
+            f"experimental_attention_variant {variant} needs "
             "linear_attention_freq, which says of which layers",
             works=("--linear-attention-freq 2", off)[model.num_layers < 2 :],
         )
         return
     with mistakes.collecting():
-        linear = linear_layers(freq, model.num_layers)
+        linear = layers_of("linear_attention_freq", freq, model.num_layers)
         if len({*linear}) < 2:
-            kind = "linear attention" if linear[0] else "a softmax"
+            kind = _OF_VARIANT[variant] if linear[0] else "a softmax"
             mistakes.add(
                 f"linear_attention_freq {freq!r} gives all layers {kind}, and a model with "
                 "experimental_attention_variant has layers of both kinds",
@@ -47,8 +60,16 @@ def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
                     model.num_layers < 2 :
                 ],
             )
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if variant == "short_convolution" and hidden % heads:
+        mistakes.add(
+            f"hidden_size {hidden} cannot be split into num_attention_heads {heads} groups of a "
+            "short convolution's features",
+            f"{hidden} / {heads} = {hidden / heads:.2f} (must be whole)",
+            works=[f"--num-attention-heads {n}" for n in nearest(heads, divisors(hidden))],
+        )
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
-    if values % keys:
+    if variant == "gated_delta_net" and values % keys:
         mistakes.add(
             f"{values} value heads of linear attention cannot share {keys} key heads",
             f"linear_num_value_heads / linear_num_key_heads = {values} / {keys} = "
@@ -117,7 +138,7 @@ def _check_hybrid(model: ModelConfig, pattern: str, mistakes: Mistakes) -> None:
             "experts",
             works=("--moe-layer-freq 1", _OFF),
         )
-    if model.has_linear_attention:
+    if model.experimental_attention_variant in _OF_VARIANT:
         mistakes.add(
             f"experimental_attention_variant {model.experimental_attention_variant} and {name} "
             "both say which layers keep states",

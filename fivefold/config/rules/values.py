@@ -17,18 +17,15 @@ _OF_THE_RATE = {
 def check_ranges(section: str, values: Any, mistakes: Mistakes) -> set[str]:
     """Collect settings of a section that are out of their range; their names."""
     found = set()
-    for name, within in _RANGES[section]:
-        value = getattr(values, name)
-        each = value if isinstance(value, tuple) else (value,)
-        wrong = [one for one in each if one is not None and not within.holds(one)]
-        if wrong:
-            mistakes.add(f"{name} must be {within.words}, not {wrong[0]}")
-            found.add(name)
+    for setting in _RANGES[section]:
+        if wrong := setting.beyond(getattr(values, setting.name)):
+            mistakes.add(f"{setting.name} {wrong}")
+            found.add(setting.name)
     return found
 
 
 _RANGES = {
-    section: [(setting.name, setting.within) for setting in settings if setting.within]
+    section: [setting for setting in settings if setting.within]
     for section, settings in SECTION_SETTINGS.items()
 }
 
@@ -49,22 +46,6 @@ def check_values(config: Config, mistakes: Mistakes) -> None:
     if "global_batch_size" not in out_of_range:
         _check_ramp(config.training, mistakes)
     _check_retained(config.checkpoint, mistakes)
-    if config.checkpoint.load is None:
-        if config.checkpoint.load_adapter is not None:
-            mistakes.add(
-                "load_adapter has adapters alone, and there is no --load of the weights beside",
-                works=["--load FOLDER", "--load-adapter none"],
-            )
-        if config.checkpoint.ckpt_step is not None:
-            mistakes.add(
-                "ckpt_step chooses a checkpoint of --load, and there is no --load",
-                works=["--ckpt-step none"],
-            )
-        if config.checkpoint.finetune:
-            mistakes.add(
-                "finetune takes the weights of --load, and there is no --load",
-                works=["--no-finetune"],
-            )
 
 
 def _check_retained(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:

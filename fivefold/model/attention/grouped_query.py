@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
-from fivefold.description.shape import turns_locally
-from fivefold.model.attention.blocks import Sight
+from fivefold.model.attention.blocks import Sight, flash_takes
 from fivefold.model.attention.blockwise import local_attention
 from fivefold.model.attention.cuda_kernels import runs_own
 from fivefold.model.attention.output_gate import gated_output, split_gate
@@ -161,7 +160,8 @@ def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope)
 def _fused(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scale: float | None) -> Tensor:
     q, k, v = q_BSND.transpose(1, 2), k_BLGD.transpose(1, 2), v_BLGD.transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
-    if shared and q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
+    flash = q.dtype in (torch.bfloat16, torch.float16) and flash_takes(q.shape[3])
+    if shared and q.is_cuda and not flash:
         # On CUDA, only FlashAttention knows shared heads; else all S x S scores would be held.
         k, v = (_per_query_head(x, q.shape[1]) for x in (k_BLGD, v_BLGD))
         shared = False
@@ -222,7 +222,7 @@ class AttentionBlock(LayerBlock):
         scores: how scores are made of q k^T.
         rotates: whether RoPE turns queries and keys.
         tempers: whether queries are multiplied by factors of their positions.
-        local: whether by the base that layers with a window have.
+        local: whether it is attention that layers with a window have of their own.
         head_offset: index of this rank's first query head in the model; keys dropout masks.
     """
 
@@ -231,15 +231,15 @@ class AttentionBlock(LayerBlock):
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.model, self.layer = model, layer
+        self.model, self.layer = model.as_in(layer), layer
         self.reach = model.reach_of(layer)
         self.scores = Scores(model.softmax_scale, model.attn_logit_softcapping)
-        self.rotates, self.local = model.rotates(layer), turns_locally(model, layer)
+        self.rotates, self.local = model.rotates(layer), model.is_local(layer)
         self.tempers = model.tempers(layer)
         self.site = f"layers.{layer}.self_attn.probabilities"
         self.kernel: Kernel = attention
         self.latent_kernel: LatentKernel | None = None
-        learned = model.softmax_type == "learnable"
+        learned = self.model.softmax_type == "learnable"
         self.sinks = Sinks(model.num_attention_heads) if learned else None
         self.head_offset = 0
 
@@ -271,6 +271,12 @@ class AttentionBlock(LayerBlock):
         """
         raise NotImplementedError
 
+    def _tempered(self, q_BSND: Tensor, context: Context) -> Tensor:
+        """Queries, by factors of their positions where the layer has some."""
+        if not self.tempers or context.temperature is None:
+            return q_BSND
+        return (q_BSND * context.temperature).to(q_BSND.dtype)
+
     def head_dropout(self, dropout: Dropout) -> HeadDropout | None:
         """Dropout of the probabilities of this rank's heads; None: the model has none."""
         p, all_heads = self.model.attention_dropout, self.model.num_attention_heads
@@ -297,11 +303,12 @@ class Attention(AttentionBlock):
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__(model, layer)
+        model = self.model
         hidden, bias = model.hidden_size, model.qkv_bias
         self.q_proj = Linear(hidden, model.query_outputs, bias)
         self.k_proj = Linear(hidden, model.k_size, bias)
-        self.v_proj = Linear(hidden, model.v_size, bias)
-        self.o_proj = Linear(model.q_size, hidden, model.add_bias_linear)
+        self.v_proj = None if model.keys_as_values else Linear(hidden, model.v_size, bias)
+        self.o_proj = Linear(model.attention_size, hidden, model.add_bias_linear)
         sizes = (model.q_size, model.k_size) if model.norms_together else (model.head_dim,) * 2
         norms = [rms_norm_of(model, size) if model.qk_layernorm else None for size in sizes]
         self.q_norm, self.k_norm = norms
@@ -313,13 +320,15 @@ class Attention(AttentionBlock):
         super().split(rank, ranks)
         if self.model.num_kv_heads % ranks:
             # Fewer key/value heads than ranks: each rank holds all of them and uses one.
-            head, D = rank * self.model.num_kv_heads // ranks, self.model.head_dim
-            for linear in (self.k_proj, self.v_proj):
-                linear.use(slice(head * D, (head + 1) * D))
+            head = rank * self.model.num_kv_heads // ranks
+            sizes = self.model.query_dim, self.model.value_dim
+            for linear, D in zip((self.k_proj, self.v_proj), sizes, strict=True):
+                if linear is not None:
+                    linear.use(slice(head * D, (head + 1) * D))
 
     def clipped(self, share_N: Tensor, alpha: float) -> dict[str, Tensor]:
         """See `AttentionBlock`; heads that share a key keep the least that one of them may."""
-        D, each = self.model.head_dim, self.model.query_outputs // self.model.num_attention_heads
+        D, each = self.model.query_dim, self.model.query_outputs // self.model.num_attention_heads
         share_Gn = share_N.view(self.model.num_kv_heads, -1)
         least_G = share_Gn.amin(1)
         query_N1 = least_G[:, None].expand_as(share_Gn).reshape(-1, 1) ** alpha
@@ -330,7 +339,11 @@ class Attention(AttentionBlock):
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
         drops = context.layer.adapters
-        projected = self.project(x_TH, self.q_proj, self.k_proj, self.v_proj, drops=drops)
+        linears = (self.q_proj, self.k_proj, self.v_proj)
+        there = (linear for linear in linears if linear is not None)
+        projected = self.project(x_TH, *there, drops=drops)
+        if self.v_proj is None:
+            projected = *projected, projected[1]
         D, q_norm, k_norm, gate_TF = self.model.head_dim, self.q_norm, self.k_norm, None
         if self.gated:
             queries, gate_TF = split_gate(projected[0], D)
@@ -338,7 +351,11 @@ class Attention(AttentionBlock):
         if q_norm is not None and k_norm is not None and self.model.norms_together:
             queries, keys, values = projected
             projected = *self.norm_together(q_norm, k_norm, queries, keys), values
-        q, k, v = (p.view(context.rows, p.shape[0] // context.rows, -1, D) for p in projected)
+        dims = D, D, self.model.value_dim
+        q, k, v = (
+            x.view(context.rows, x.shape[0] // context.rows, -1, dim)
+            for x, dim in zip(projected, dims, strict=True)
+        )
         after = self.model.qk_layernorm_after_rope
         if not after:
             q, k = self._normed_each(q, k)
@@ -346,14 +363,17 @@ class Attention(AttentionBlock):
             q, k = context.rotary[self.local].rotate_both(q, k)
             if self.model.qk_l2_norm:
                 q, k = (unit_norm(x, self.model.norm_epsilon) for x in (q, k))
-        if self.tempers and context.temperature is not None:
-            q = (q * context.temperature).to(q.dtype)
+        q = self._tempered(q, context)
         if after:
             q, k = self._normed_each(q, k)
+        if self.model.v_l2_norm:
+            v = unit_norm(v, self.model.norm_epsilon)
+        if self.model.value_multiplier != 1.0:
+            v = v * self.model.value_multiplier
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
         out_BSND = self.kernel(q, k, v, self._scope(context), context.layer.heads)
-        out_TF = out_BSND.reshape(projected[0].shape)
+        out_TF = out_BSND.reshape(len(projected[0]), -1)
         if gate_TF is not None:
             out_TF = gated_output(out_TF, gate_TF)
         return self.project_back(out_TF, self.o_proj, drops)

@@ -65,17 +65,17 @@ class Indexer(LayerBlock):
             key = k_BSD[:, :, None]  # of one head, without values
             k_BSD = context.sequence.join(site, key, key[..., :0])[0][:, :, 0]
         w_BSI = context.by_rows(w_TI.contiguous(), 1)[:, :, 0]
-        lesson = self._lesson(q_BSID.shape[1], context)
+        lesson = self._lesson(len(w_TI), context)
         shape = self.model.indexer
         return Index(q_BSID, k_BSD, w_BSI, Choosing(heads, shape.topk, shape.size**-0.5, lesson))
 
-    def _lesson(self, length: int, context: Context) -> Lesson | None:
+    def _lesson(self, tokens: int, context: Context) -> Lesson | None:
         """Each token of the global batch counts the same, whatever its label, as in Megatron-LM."""
         model, factor = self.model, self.model.dsa_indexer_loss_coeff
         if not (factor and self.training and torch.is_grad_enabled()):
             return None
         return Lesson(
-            factor / (length * self.global_batch_size),
+            factor / (context.row_length(tokens) * self.global_batch_size),
             model.dsa_indexer_use_sparse_loss,
             self.loss_scale,
             model.num_attention_heads,

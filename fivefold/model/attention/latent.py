@@ -86,7 +86,7 @@ class LatentAttention(AttentionBlock):
         latents = self._down(x_TH, drops)
         if self.indexer is not None:
             scope = replace(scope, index=self.indexer(x_TH, latents[0], context))
-        if self.latent_kernel is None:
+        if self.latent_kernel is None or context.sequence is not None:
             make = partial(self._heads, *latents, context)
             out_BSNV = self.up(make, lambda q, k, v: self.kernel(q, k, v, scope, drop))
         else:
@@ -127,9 +127,9 @@ class LatentAttention(AttentionBlock):
         (q_TF,) = self.project(query, linear, drops=context.layer.adapters)
         heads = q_TF.shape[1] // self.model.query_dim
         q_BSND = context.by_rows(q_TF, heads)
-        if not self.rotates:
-            return q_BSND
-        return context.rotary[self.local].rotate(q_BSND, self.model.qk_head_dim)
+        if self.rotates:
+            q_BSND = context.rotary[self.local].rotate(q_BSND, self.model.qk_head_dim)
+        return self._tempered(q_BSND, context)
 
     def _shared_key(self, key_TR: Tensor, context: Context) -> Tensor:
         key_BS1R = context.by_rows(self.spread(key_TR), 1)

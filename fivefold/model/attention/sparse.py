@@ -8,14 +8,16 @@ them make parts of it; only to tell the loss itself do they sum the mean. Shapes
 L keys, N heads of attention, I of the indexer, D features, q queries at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fivefold.description.pieces import pieces
+from fivefold.description.pieces import of_all, pieces
+from fivefold.model.attention.blocks import Sight, Span, indices, num_tokens
 from fivefold.model.batch import Documents
 from fivefold.model.context import Noted
 from fivefold.model.dora import Summed
@@ -67,7 +69,8 @@ class Index:
     """What an indexer says of the tokens of a microbatch.
 
     Attributes:
-        q_BSID, k_BLD: its queries, and the key of each token that all its heads share.
+        q_BSID, k_BLD: its queries, and the key of each token that all its heads share; where rows
+            are split over ranks, those of this rank's tokens.
         w_BSI: weight of each head.
         rule: how tokens are chosen.
     """
@@ -97,38 +100,71 @@ def sparse_attention(
         scale: factor of q k^T.
     """
     tensors = q_BSND, k_BLND, v_BLND, index.q_BSID, index.k_BLD, index.w_BSI
+    length = k_BLND.shape[1]
     begins_BL = None if documents is None else documents.begins_BL
-    sight = _KeysSeen(begins_BL, k_BLND.shape[1] - q_BSND.shape[1])
-    out: Tensor = _Sparse.apply(*tensors, index.rule, sight, scale)
+    queries, whole = (length - q_BSND.shape[1], length), (0, length)
+    view = View((queries,), (whole,), Sight(whole), begins_BL)
+    out: Tensor = _Sparse.apply(*tensors, index.rule, view, scale)
     return out
 
 
 @dataclass(frozen=True)
-class _KeysSeen:
+class View:
     """Which keys queries see.
 
     Attributes:
-        begins_BL: position of the first token of each token's document; None: 0.
-        before: keys before the first query.
+        queries, keys: positions in a row of the tokens that are here, ascending.
+        sight: documents of a row, as far as all rows have the same.
+        begins_BL: position of the first token of each token's document; None: by `sight`.
     """
 
+    queries: tuple[Span, ...]
+    keys: tuple[Span, ...]
+    sight: Sight
     begins_BL: Tensor | None
-    before: int
 
-    def pieces(self, rows: int, queries: int, heads: int) -> Iterator[tuple[slice, slice]]:
-        """Queries that are taken at once, and the first keys, which hold all that they see."""
-        for span, keys in pieces(rows, heads, queries, self.before + queries):
-            yield slice(*span), slice(keys)
+    def pieces(self, rows: int, numbers: Callable[[int], int]) -> Iterator["SomeQueries"]:
+        """Queries that are taken at once, with all keys that they see.
 
-    def of(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
+        Args:
+            rows: B.
+            numbers: of a query, that are held at once, by the number of keys.
+        """
+        for span in pieces(rows, numbers(num_tokens(self.keys)), self.queries):
+            segment = next(self.sight.segments(span))
+            seen = segment.keys[0], span[1]
+            places = indices(self.queries, span), indices(self.keys, seen)
+            yield SomeQueries(self, span, seen, *(slice(*place) for place in places))
+
+
+@dataclass(frozen=True)
+class SomeQueries:
+    """Some queries, and the keys that they may see.
+
+    Attributes:
+        view: which keys queries see.
+        at, of: positions of the queries and of the keys.
+        rows, keys: where they lie in tensors of queries and of keys.
+    """
+
+    view: View
+    at: Span
+    of: Span
+    rows: slice
+    keys: slice
+
+    @property
+    def count(self) -> int:
+        """Number of keys."""
+        return self.of[1] - self.of[0]
+
+    def seen(self, device: torch.device) -> Tensor:
         """bool [B or 1, q, L]."""
-        end = self.before + queries.stop
-        at = torch.arange(self.before + queries.start, end, device=device)[:, None]
-        k = torch.arange(keys.stop, device=device)
+        at = torch.arange(*self.at, device=device)[:, None]
+        k = torch.arange(*self.of, device=device)
         seen = (k <= at)[None]
-        if self.begins_BL is None:
-            return seen
-        return seen & (k >= self.begins_BL[:, self.before + queries.start : end, None])
+        begins_BL = self.view.begins_BL
+        return seen if begins_BL is None else seen & (k >= begins_BL[:, slice(*self.at), None])
 
 
 def best(scores: Tensor, count: int) -> Tensor:
@@ -143,7 +179,7 @@ def best(scores: Tensor, count: int) -> Tensor:
     return above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
 
 
-class _Scored:
+class IndexScores:
     """What an indexer thinks of keys for some queries, in at least fp32.
 
     Attributes:
@@ -161,6 +197,15 @@ class _Scored:
         scores = (self._w[:, :, None] @ self._kept)[:, :, 0]
         self.scores = scores.masked_fill_(~seen, float("-inf"))
 
+    def backward_at(self, grad: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, of k at these places [B, q, K, D], and of w, from that of the scores
+        there, [B, q, K]."""
+        kept = self._kept.gather(-1, places[:, :, None].expand(-1, -1, self._w.shape[2], -1))
+        dw = (kept @ grad[..., None])[..., 0] * self._scale
+        dx = (kept > 0) * grad[:, :, None] * self._w[..., None]
+        rows = torch.arange(len(places), device=places.device)[:, None, None]
+        return dx @ self._k[rows, places], dx.transpose(2, 3) @ self._q, dw
+
     def backward(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and w from that of the scores, 0 where they are masked."""
         dw = (self._kept @ grad[..., None])[..., 0] * self._scale
@@ -175,43 +220,72 @@ class _Sparse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, rule, sight, scale = arguments
-        q, k, v = _by_heads(*tensors[:3])
-        outs, lses = [], []
-        for rows, keys in sight.pieces(len(q), q.shape[2], _heads(q, rule)):
-            seen = sight.of(rows, keys, q.device)
-            chosen = seen
-            if keys.stop > rule.topk:
-                chosen = seen & best(_scored(tensors[3:], rule, rows, keys, seen).scores, rule.topk)
-            scores = _products(q, k, rows, keys, scale).masked_fill_(
-                ~chosen[:, None], float("-inf")
-            )
-            lse = scores.logsumexp(-1)
-            outs.append(scores.sub_(lse[..., None]).exp_() @ v[:, :, keys])
-            lses.append(lse)
-        out = torch.cat(outs, 2).transpose(1, 2).to(tensors[0].dtype).contiguous()
-        ctx.save_for_backward(*tensors, out, torch.cat(lses, 2))
-        ctx.rest = rule, sight, scale
+        *tensors, rule, view, scale = arguments
+        out, lse = attended(tensors, rule, view, scale)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.rest = rule, view, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        rule, sight, scale = ctx.rest
-        walk = _Backward(tensors, rule, sight, scale)
-        grad, out = _by_heads(grad, out)
-        walk.run(grad, (grad * out).sum(-1), lse)
-        return *walk.gradients(), None, None, None
+        rule, view, scale = ctx.rest
+        return *gradients(tensors, rule, view, scale, (grad, out, lse)), None, None, None
+
+
+def attended(
+    tensors: Sequence[Tensor], rule: Choosing, view: View, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output [B, S, N, D], and the log-sum-exp of scores [B, N, S].
+
+    Args:
+        tensors: queries, keys and values of attention; queries, keys and weights of the indexer.
+        rule: how tokens are chosen.
+        view: which there are.
+        scale: factor of q k^T.
+    """
+    q, k, v = by_heads(*tensors[:3])
+    outs, lses = [], []
+    for piece in view.pieces(len(q), partial(of_all, q.shape[1], rule.heads)):
+        chosen = seen = piece.seen(q.device)
+        if piece.count > rule.topk:
+            chosen = seen & best(scored(tensors[3:], rule, piece, seen).scores, rule.topk)
+        scores = _products(q, k, piece, scale).masked_fill_(~chosen[:, None], float("-inf"))
+        lse = scores.logsumexp(-1)
+        outs.append(scores.sub_(lse[..., None]).exp_() @ v[:, :, piece.keys])
+        lses.append(lse)
+    out = torch.cat(outs, 2).transpose(1, 2).to(tensors[0].dtype).contiguous()
+    return out, torch.cat(lses, 2)
+
+
+def gradients(
+    tensors: Sequence[Tensor],
+    rule: Choosing,
+    view: View,
+    scale: float,
+    saved: tuple[Tensor, Tensor, Tensor],
+) -> Iterator[Tensor]:
+    """Those of `tensors`, in their types, from that of the output.
+
+    Args:
+        tensors: as of `attended`, like those that follow.
+        rule: how tokens are chosen.
+        view: which there are.
+        scale: factor of q k^T.
+        saved: gradient of the output, the output, and the log-sum-exp.
+    """
+    walk = _Backward(tensors, rule, view, scale)
+    grad, out = by_heads(*saved[:2])
+    walk.run(grad, (grad * out).sum(-1), saved[2])
+    return walk.gradients()
 
 
 class _Backward:
     """The backward of one layer, some queries at a time; gradients are summed in at least fp32."""
 
-    def __init__(
-        self, tensors: list[Tensor], rule: Choosing, sight: _KeysSeen, scale: float
-    ) -> None:
-        self._tensors, self._rule, self._sight, self._scale = tensors, rule, sight, scale
-        self._q, self._k, self._v = _by_heads(*tensors[:3])
+    def __init__(self, tensors: Sequence[Tensor], rule: Choosing, view: View, scale: float) -> None:
+        self._tensors, self._rule, self._view, self._scale = tensors, rule, view, scale
+        self._q, self._k, self._v = by_heads(*tensors[:3])
         self._wide = self._q.dtype
         self._sums = [torch.zeros_like(x) for x in (self._q, self._k, self._v)]
         self._of_index = [torch.zeros_like(x, dtype=self._wide) for x in tensors[3:]]
@@ -222,47 +296,44 @@ class _Backward:
         rule, lesson = self._rule, self._rule.lesson
         losses = []
         q, k = self._q, self._k
-        for rows, keys in self._sight.pieces(len(q), q.shape[2], _heads(q, rule)):
-            seen = chosen = self._sight.of(rows, keys, q.device)
-            scored = None
-            if lesson is not None or keys.stop > rule.topk:
-                scored = _scored(self._tensors[3:], rule, rows, keys, seen)
-                chosen = seen & best(scored.scores, rule.topk)
-            scores = _products(q, k, rows, keys, self._scale)
+        for piece in self._view.pieces(len(q), partial(of_all, q.shape[1], rule.heads)):
+            seen = chosen = piece.seen(q.device)
+            indexed = None
+            if lesson is not None or piece.count > rule.topk:
+                indexed = scored(self._tensors[3:], rule, piece, seen)
+                chosen = seen & best(indexed.scores, rule.topk)
+            scores = _products(q, k, piece, self._scale)
             target = None
             if lesson is not None and not lesson.sparse:
                 whole = scores.masked_fill(~seen[:, None], float("-inf"))
                 target = whole.softmax(-1).sum(1)
                 del whole
             scores.masked_fill_(~chosen[:, None], float("-inf"))
-            p = scores.sub_(lse[:, :, rows, None]).exp_()
+            p = scores.sub_(lse[:, :, piece.rows, None]).exp_()
             if target is None:
                 target = p.sum(1)
-            self._attended(p, grad, delta, rows, keys)
-            if lesson is not None and scored is not None:
-                logits = scored.scores
+            self._attended(p, grad, delta, piece)
+            if lesson is not None and indexed is not None:
+                logits = indexed.scores
                 if lesson.sparse:
                     logits = logits.masked_fill(~chosen, float("-inf"))
-                d_scores, loss = _taught(logits.softmax(-1), target / lesson.heads, lesson)
+                d_scores, loss = taught(logits.softmax(-1), target / lesson.heads, lesson)
                 losses.append(loss)
-                self._of_indexer(scored.backward(d_scores), rows, keys)
+                add_each(self._of_index, indexed.backward(d_scores), piece)
         if lesson is not None:
             lesson.noted.add(torch.stack(losses).sum())
 
-    def _attended(self, p: Tensor, grad: Tensor, delta: Tensor, rows: slice, keys: slice) -> None:
+    def _attended(self, p: Tensor, grad: Tensor, delta: Tensor, piece: SomeQueries) -> None:
         """Add the gradients of queries, keys and values from probabilities [B, N, q, L], which are
         overwritten."""
         dq, dk, dv = self._sums
+        rows, keys = piece.rows, piece.keys
         of = grad[:, :, rows]
         dv[:, :, keys] += p.transpose(2, 3) @ of
         dp = of @ self._v[:, :, keys].transpose(2, 3)
         ds = dp.sub_(delta[:, :, rows, None]).mul_(p).mul_(self._scale)
         dq[:, :, rows] = ds @ self._k[:, :, keys]
         dk[:, :, keys] += ds.transpose(2, 3) @ self._q[:, :, rows]
-
-    def _of_indexer(self, grads: tuple[Tensor, ...], rows: slice, keys: slice) -> None:
-        for total, grad, part in zip(self._of_index, grads, (rows, keys, rows), strict=True):
-            total[:, part] += grad
 
     def gradients(self) -> Iterator[Tensor]:
         """Those of all that it read, in its type."""
@@ -271,7 +342,14 @@ class _Backward:
         return (total.to(x.dtype) for total, x in zip(totals, self._tensors, strict=True))
 
 
-def _taught(p_BqL: Tensor, own_BqL: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor]:
+def add_each(totals: Sequence[Tensor], grads: Sequence[Tensor], piece: SomeQueries) -> None:
+    """Add gradients of an indexer's queries, keys and weights to those of all."""
+    parts = piece.rows, piece.keys, piece.rows
+    for total, grad, part in zip(totals, grads, parts, strict=True):
+        total[:, part] += grad
+
+
+def taught(p_BqL: Tensor, own_BqL: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor]:
     """This rank's part of the gradient of an indexer's scores, and the whole loss of the queries.
 
     Args:
@@ -288,24 +366,20 @@ def _taught(p_BqL: Tensor, own_BqL: Tensor, lesson: Lesson) -> tuple[Tensor, Ten
     return grad, apart.sum(dtype=torch.float64) * lesson.weight
 
 
-def _scored(
-    tensors: list[Tensor], rule: Choosing, rows: slice, keys: slice, seen: Tensor
-) -> _Scored:
+def scored(
+    tensors: Sequence[Tensor], rule: Choosing, piece: SomeQueries, seen: Tensor
+) -> IndexScores:
+    """What an indexer with these queries, keys and weights thinks of the keys of a piece."""
     q, k, w = tensors
-    return _Scored(q[:, rows], k[:, keys], w[:, rows], rule.scale, seen)
+    return IndexScores(q[:, piece.rows], k[:, piece.keys], w[:, piece.rows], rule.scale, seen)
 
 
-def _products(q: Tensor, k: Tensor, rows: slice, keys: slice, scale: float) -> Tensor:
+def _products(q: Tensor, k: Tensor, piece: SomeQueries, scale: float) -> Tensor:
     """Scores [B, N, q, L] before any is masked."""
-    return (q[:, :, rows] * scale) @ k[:, :, keys].transpose(2, 3)
+    return (q[:, :, piece.rows] * scale) @ k[:, :, piece.keys].transpose(2, 3)
 
 
-def _by_heads(*tensors_BSND: Tensor) -> list[Tensor]:
+def by_heads(*tensors_BSND: Tensor) -> list[Tensor]:
     """[B, S, N, D] each -> [B, N, S, D] in at least fp32."""
     wide = torch.promote_types(tensors_BSND[0].dtype, torch.float32)
     return [x.transpose(1, 2).to(wide) for x in tensors_BSND]
-
-
-def _heads(q_BNSD: Tensor, rule: Choosing) -> int:
-    """Heads of which scores are held at once: attention's of this rank, or the indexer's."""
-    return max(q_BNSD.shape[1], rule.heads)

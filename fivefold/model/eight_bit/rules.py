@@ -224,7 +224,8 @@ def check_gathered(config: Config, mistakes: Mistakes) -> None:
 
 def gathers_as_multiplied(grid: Grid, model: ModelConfig) -> bool:
     """Whether a rank multiplies with all rows of a weight that it holds, which share scales."""
-    return model.multi_latent_attention or model.num_kv_heads % grid.tp == 0
+    whole = (own.num_kv_heads % grid.tp == 0 for own in model.attentions)
+    return model.multi_latent_attention or all(whole)
 
 
 def check_gathered_by(grid: Grid, config: Config, mistakes: Mistakes) -> None:

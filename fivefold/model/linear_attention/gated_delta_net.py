@@ -5,6 +5,7 @@ projections make its query, its key, the values that share it, and their gates o
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,14 @@ from fivefold.config.model import ModelConfig
 from fivefold.model.layers import Linear
 from fivefold.model.linear_attention.delta_rule import DELTA_RULE
 from fivefold.model.linear_attention.gated_norm import NormThenGate
+from fivefold.model.linear_attention.recurrence import attend
 from fivefold.model.linear_attention.state_layer import Convolution, StateLayer
 
 
 class GatedDeltaNet(StateLayer):
     """Projections, the delta rule, a gated norm of each value head, and the output projection."""
 
-    rule = DELTA_RULE
+    states = partial(attend, DELTA_RULE)
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         hidden, sizes = model.hidden_size, model.states

@@ -6,6 +6,7 @@ through narrow projections that every rank holds whole: as many features as a va
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,14 @@ from fivefold.model.context import Context
 from fivefold.model.layers import Linear
 from fivefold.model.linear_attention.gated_norm import NormThenGate
 from fivefold.model.linear_attention.kimi_delta_rule import KIMI_DELTA_RULE
+from fivefold.model.linear_attention.recurrence import attend
 from fivefold.model.linear_attention.state_layer import Convolution, StateLayer
 
 
 class KimiDeltaAttention(StateLayer):
     """Projections, its delta rule, a gated norm of each head, and the output projection."""
 
-    rule = KIMI_DELTA_RULE
+    states = partial(attend, KIMI_DELTA_RULE)
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         hidden, sizes = model.hidden_size, model.states

@@ -5,6 +5,7 @@ one after the other; x, B and C pass a short causal convolution and a SiLU.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from fivefold.config.model import ModelConfig
 from fivefold.model.layers import Linear
 from fivefold.model.linear_attention.gated_norm import GateThenNorm
+from fivefold.model.linear_attention.recurrence import attend
 from fivefold.model.linear_attention.state_layer import Convolution, StateLayer
 from fivefold.model.linear_attention.state_space import STATE_SPACE
 
@@ -19,7 +21,7 @@ from fivefold.model.linear_attention.state_space import STATE_SPACE
 class Mamba(StateLayer):
     """Projections, the state space, a norm of each group's gated heads, and a projection back."""
 
-    rule = STATE_SPACE
+    states = partial(attend, STATE_SPACE)
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         hidden, sizes = model.hidden_size, model.states

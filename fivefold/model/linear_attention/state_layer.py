@@ -18,7 +18,7 @@ from fivefold.model.dropout import Dropout
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.leaves import local
 from fivefold.model.linear_attention.chunks import DocumentChunks
-from fivefold.model.linear_attention.recurrence import StateGroup, StateRule, attend
+from fivefold.model.linear_attention.recurrence import StateGroup
 from fivefold.model.shards import MicrobatchShare
 
 
@@ -32,6 +32,21 @@ class Within(NamedTuple):
 
     documents: DocumentChunks
     part: MicrobatchShare | None
+
+
+class States(Protocol):
+    """How states learn, forget and answer within each document."""
+
+    def __call__(
+        self,
+        mixed_BLGF: Tensor,
+        rates_BLGR: Tensor,
+        learned: Sequence[Tensor],
+        group: StateGroup,
+        of: DocumentChunks,
+        /,
+    ) -> Tensor:
+        """What they answer, [B, L, G, r V]; `learned` are `StateLayer.learned`."""
 
 
 class StateKernel(Protocol):
@@ -48,7 +63,7 @@ def plain_states(
 ) -> Tensor:
     """The kernel of one rank's tokens."""
     learned = layer.learned()
-    return attend(layer.rule, mixed_BLGF, rates_BLGR, learned, layer.group, within.documents)
+    return layer.states(mixed_BLGF, rates_BLGR, learned, layer.group, within.documents)
 
 
 class Convolution(nn.Module):
@@ -63,17 +78,17 @@ class Convolution(nn.Module):
 
 
 class StateLayer(LayerBlock):
-    """Base of layers with linear attention and with Mamba-2, which have
+    """Base of layers with linear attention, with Mamba-2 and with short convolutions, which have
     the convolution, the norm and the projections.
 
     Attributes:
         kernel: seam around the convolution and the states.
         layer: index of the layer in the model.
-        rule: the rule of its states.
+        states: how they learn, forget and answer.
     """
 
     recomputed_with_norm = "a2a_overlap_attn"
-    rule: StateRule
+    states: States
     conv1d: Convolution
     out_proj: Linear
     norm: Callable[[Tensor, Tensor], Tensor]

@@ -288,7 +288,8 @@ class Router(nn.Module):
             return logits_TE.gather(1, experts_TK).softmax(-1)
         weights_TK = self._scores(logits_TE).gather(1, experts_TK)
         if self.model.moe_router_score_function == "sigmoid" and self.model.moe_router_topk > 1:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+            epsilon = self.model.moe_router_norm_epsilon
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + epsilon)
         return weights_TK
 
     def _loads(self, logits_TE: Tensor, context: Context) -> Iterator[Load]:

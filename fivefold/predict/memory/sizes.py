@@ -68,7 +68,7 @@ def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float,
         between = 2 * element * model.hidden_size / running.token_parts
     softmax = [layer for layer in layers if layer.kind.softmax]
     if grid.cp > 1 and softmax:
-        keys = element * softmax[0].one(CoreAttention).key_value_features(grid.tp)
+        keys = element * max(op.one(CoreAttention).key_value_features(grid.tp) for op in softmax)
         whole = "all_gather" in layout.config.parallel.cp_comm_type
         # A ring holds the current block and the arriving one, and the gradients of both.
         attention = keys * (2 * grid.cp if whole else 4)

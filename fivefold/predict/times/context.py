@@ -19,7 +19,6 @@ from fivefold.config.config import Config
 from fivefold.config.divisors import divisors
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import CpCommType
-from fivefold.config.reach import Reach
 from fivefold.counts.messages import PassVolumes, context_volumes
 from fivefold.description.layers import describe_layer
 from fivefold.description.operations import CoreAttention
@@ -204,11 +203,12 @@ def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
     model, training, parallel = config.model, config.training, config.parallel
     tokens = config.rank_tokens
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
-    features = model.query_dim + model.value_dim
     whole = config.attended_length
     found = Phases()
-    for reach, share in _reach_shares(model).items():
-        seen = 2 * reach.mean_keys(whole)
+    for layer, share in _mean_layer(model).items():
+        own = model.as_in(layer)
+        features = own.query_dim + own.value_dim
+        seen = 2 * model.reach_of(layer).mean_keys(whole)
         length = min(training.seq_length // pieces, int(seen))
         each = attention(
             cluster.gpu, tokens * seen * heads * features, length, training.precision, features / 2
@@ -218,24 +218,32 @@ def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
 
 
 @lru_cache(maxsize=16)
-def _reach_shares(model: ModelConfig) -> Mapping[Reach, float]:
-    """How far back tokens attend, and in which share of the layers with a softmax."""
-    reaches = Counter(map(model.reach_of, model.softmax_layers))
-    return MappingProxyType({reach: n / reaches.total() for reach, n in reaches.items()})
+def _mean_layer(model: ModelConfig) -> Mapping[int, float]:
+    """The first layer of each kind of attention with a softmax, and the share of those like it."""
+    layers = model.softmax_layers
+    kinds = [(model.reach_of(layer), model.is_local(layer)) for layer in layers]
+    counts = Counter(kinds)
+    shares = {layers[kinds.index(kind)]: n / len(layers) for kind, n in counts.items()}
+    return MappingProxyType(shares)
 
 
 def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVolumes:
-    """Bytes that a rank sends for one layer and microbatch."""
+    """Bytes that a rank sends for a mean layer and a microbatch."""
     model, tokens = config.model, config.rank_tokens
     tp = config.parallel.tensor_model_parallel_size
-    core = describe_layer(model, model.softmax_layers[0]).one(CoreAttention)
-    return context_volumes(
-        kind,
-        ranks,
-        query=tokens * (model.q_size + model.attention_size) / tp,
-        key_value=tokens * core.key_value_features(tp, gathered=kind == "all_gather"),
-        element=ELEMENT,
-        grad_element=ELEMENT if kind == "all_gather" else SUMMED,
-        key_value_heads=model.kv_heads_of(tp),
-        inner=inner,
-    )
+    found = PassVolumes(0.0, 0.0)
+    for layer, share in _mean_layer(model).items():
+        own, core = model.as_in(layer), describe_layer(model, layer).one(CoreAttention)
+        sent = context_volumes(
+            kind,
+            ranks,
+            query=tokens * (own.q_size + own.attention_size) / tp,
+            key_value=tokens * core.key_value_features(tp, gathered=kind == "all_gather"),
+            element=ELEMENT,
+            grad_element=ELEMENT if kind == "all_gather" else SUMMED,
+            key_value_heads=own.kv_heads_of(tp),
+            inner=inner,
+        )
+        forward, backward = found.forward + share * sent.forward, share * sent.backward
+        found = PassVolumes(forward, found.backward + backward)
+    return found

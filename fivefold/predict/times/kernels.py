@@ -152,4 +152,5 @@ def _joined(tokens: int, shapes: Sequence[tuple[int, ...]], *, joins: bool) -> s
 def _attention_shape(times: LayerTimes) -> str:
     model = times.model
     heads = model.num_attention_heads // times.grid.tp
-    return f"{times.config.attended_length:,} tokens, {heads} heads of {model.query_dim}"
+    sizes = " or ".join(dict.fromkeys(str(own.query_dim) for own in model.attentions))
+    return f"{times.config.attended_length:,} tokens, {heads} heads of {sizes}"

@@ -184,13 +184,8 @@ class LayerTimes(OperationTimes):
         looked_up = self._elementwise(2 * size, 3 * size)
         if not self.model.trains_all:
             looked_up = self._elementwise(2 * size, 0.0)
-        looked_up += self._scaled(self.model.embedding_multiplier)
+        looked_up += self._scaled(self.model.embedding_multiplier != 1.0)
         return looked_up + Times(tp=Phases(moved, arrived))
-
-    def _scaled(self, factor: float) -> Times:
-        """A pass over the residual stream, and over its gradient, unless the factor is 1."""
-        moved = 2 * self.hidden_bytes / self.parts
-        return Times() if factor == 1.0 else self._elementwise(moved, moved)
 
     @property
     def entries(self) -> int:
@@ -217,7 +212,7 @@ class LayerTimes(OperationTimes):
             sent = gather(self.cluster, self.tp, logits * ELEMENT)
             arrived = Times(tp=Phases(sent)) + self._elementwise(2 * ELEMENT * logits, 0.0)
         loss = Times(Phases(*(elementwise(self.gpu, size * logits) for size in moved)))
-        once = self._norm() + self._scaled(model.logits_scaling) + column + arrived + loss
+        once = self._norm() + self._scaled(model.logits_scaling != 1.0) + column + arrived + loss
         if self.memory.makes_logits_again:
             once = once + Times(recompute=Phases(0.0, column.compute.forward))
         return once * (1 + model.mtp_num_layers)

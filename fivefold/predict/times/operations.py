@@ -72,9 +72,14 @@ class OperationTimes(LinearTimes):
         weights = [weight.local(self.grid.tp) for weight in op.multiplied]
         match op:
             case Norm():  # norms of single heads are fused with the rotation
-                return Times() if op.heads and not op.together else self._norm(op.together)
+                return (
+                    Times()
+                    if op.heads and not op.together
+                    else self._norm(op.features * op.together)
+                )
             case Residual():
-                return self._residual(joins=op.name == "attn_residual")
+                made = self._residual(joins=op.name == "attn_residual")
+                return made + self._scaled(op.scaled)
             case ColumnLinear():
                 rows = [rows for rows, _ in weights]
                 each = len(rows) if self.software.gathers_each else 1
@@ -125,7 +130,7 @@ class OperationTimes(LinearTimes):
     def _latent_up(self, op: LatentUp, weights: list[tuple[int, ...]]) -> Times:
         """Projections to heads, column-parallel layers of their latents: of queries, then of keys
         and values. Where context-parallel ranks gather latents, keys and values are made of all
-        tokens, and once more in the backward."""
+        tokens, and once more in the backward; where it reads those of chosen tokens, within it."""
         *queries, keys = weights
         hidden = self.model.hidden_size
         times = Times()
@@ -133,12 +138,14 @@ class OperationTimes(LinearTimes):
             times += self._column(partial(self._linear, weight), weight[1] / hidden)
         read = (keys[1] + op.shared) / hidden
         layers = self.model.softmax_layers
-        share = sum(map(self.config.gathers_latents, layers)) / max(len(layers), 1)
-        times += self._column(partial(self._linear, keys), read) * (1 - share)
+        kept = sum(map(self.config.keeps_latents, layers)) / max(len(layers), 1)
+        projected = sum(map(self.config.projects_latents, layers)) / max(len(layers), 1)
+        times += self._column(partial(self._linear, keys), read) * (1 - kept)
         every = self._linear(keys, self.tokens * self.grid.cp)
         moved = gather(self.cluster, self.tp, read * self.hidden_bytes) if self.parts > 1 else 0.0
         again = Phases(0.0, every.forward)
-        return times + Times(every, recompute=again, tp=Phases(moved, moved)) * share
+        times += Times(every, recompute=again) * projected
+        return times + Times(tp=Phases(moved, moved)) * kept
 
     def _rescaled(self, op: Rescaled) -> Times:
         """Reads the rows of weights and multiplies them by A, then scales what was made of them."""
@@ -169,11 +176,12 @@ class OperationTimes(LinearTimes):
             )
         )
 
-    def _norm(self, together: bool = False) -> Times:
-        """A norm of the residual stream, or of all heads, of which ranks sum numbers of tokens."""
+    def _norm(self, together: int = 0) -> Times:
+        """A norm of the residual stream, or of so many features of all heads `together`, of which
+        ranks sum numbers of tokens."""
         size, squares, tp = self.hidden_bytes / self.parts, 0.0, self.grid.tp
         if together:
-            size = self.tokens * ELEMENT * (self.model.q_size + self.model.k_size) / tp
+            size = self.tokens * ELEMENT * together / tp
             squares = all_reduce(self.cluster, self.tp, 4 * self.tokens * ELEMENT) * (tp > 1)
         rms = self.model.normalization == "RMSNorm"  # a LayerNorm is one kernel
         norm = self._elementwise(2 * size, 3 * size, UNFUSED_NORM if rms else UNFUSED_TRAFFIC)
@@ -195,6 +203,11 @@ class OperationTimes(LinearTimes):
         mask = size / 2 if self.model.hidden_dropout else 0.0
         return self._elementwise(3 * size + mask, 5 * size + mask if mask else 3 * size + scaled)
 
+    def _scaled(self, scaled: bool) -> Times:
+        """A pass over the residual stream, and over its gradient, if a factor scales it."""
+        moved = 2 * self.hidden_bytes / self.parts
+        return self._elementwise(moved, moved) if scaled else Times()
+
     def _activation(self, elements: float) -> Times:
         forward, backward, unfused = activation_traffic(self.model)
         size = elements * ELEMENT
@@ -202,18 +215,20 @@ class OperationTimes(LinearTimes):
 
     def _core_attention(self, op: CoreAttention) -> Times:
         """RoPE of queries and keys, norms after it, and attention."""
-        model, tp, length = self.model, self.grid.tp, self.training.seq_length
+        model, tp, length = op.model, self.grid.tp, self.training.seq_length
         mixed = self.tokens * ELEMENT * (model.q_size + model.k_size) / tp
         more = UNFUSED_NORM * model.qk_l2_norm  # which no kernel of a GPU makes in one pass
         sizes = (2 + 2 * more) * mixed, (2 + 3 * more) * mixed
         rotary = self._elementwise(*sizes, UNFUSED_ROTATION) * model.rotated_share
+        ways = configured_ways(self.config, self.cluster)
         if isinstance(op, SparseAttention):
-            return rotary + chosen_tokens(op, self.config, self.cluster, self.tp)
+            chosen = rotary + chosen_tokens(op, self.config, self.cluster, self.tp)
+            return sum((Times(cp=way.exposed) * share for way, share in ways), chosen)
         if model.attention_dropout and self.software.attention == "scores":
             batch = self.tokens // length * (model.num_attention_heads // tp)
             dims, precision = (model.query_dim, model.value_dim), self.training.precision
             return rotary + Times(score_matrices(self.gpu, batch, length, dims, precision))
-        for way, share in configured_ways(self.config, self.cluster):
+        for way, share in ways:
             rotary += Times(way.attention, cp=way.exposed) * share
         return rotary
 

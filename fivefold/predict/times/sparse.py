@@ -1,13 +1,13 @@
 """Predicts the times of attention to the tokens that an indexer chooses, on one rank.
 
 Fivefold and Megatron-LM 0.16 compute the scores of all heads with all keys in fp32 and mask those
-of keys that were not chosen: it costs no less than attention to all keys.
+of keys that were not chosen: it costs no less than attention to all keys. Where Fivefold reads the
+latents of chosen tokens alone, the scores of the indexer are what costs most.
 """
 
 from math import ceil
 
 from fivefold.config.config import Config
-from fivefold.description.pieces import queries_at_once
 from fivefold.description.running import Running
 from fivefold.description.sparse import Indexing, SparseAttention
 from fivefold.hardware import Gpu
@@ -20,6 +20,8 @@ _WIDE, _NARROW = 4.0, 2.0  # bytes of a number in fp32, and in 16 bits
 _CHOICE = 12
 """Numbers read and written for each score of an indexer when the best are found: the best, masks,
 counts of equal ones."""
+_PLACES = 8
+"""The same to write down where they are, of which each is 8 bytes."""
 
 
 def indexing(
@@ -38,11 +40,11 @@ def indexing(
     times = Times(Phases(products.forward, 0.0, products.dw))
     if config.parallel.tensor_model_parallel_size == 1:
         return times
-    size = config.rank_tokens * _NARROW * op.features
+    size, back = config.rank_tokens * _NARROW * op.features, not op.frozen
     if config.parallel.token_parts == 1:
-        return times + Times(tp=Phases(0.0, all_reduce(cluster, tp, size)))
+        return times + Times(tp=Phases(0.0, back * all_reduce(cluster, tp, size)))
     move = gather(cluster, tp, size)
-    return times + Times(tp=Phases(move, move))
+    return times + Times(tp=Phases(move, back * move))
 
 
 def chosen_tokens(op: SparseAttention, config: Config, cluster: Cluster, tp: GroupSpan) -> Times:
@@ -50,13 +52,15 @@ def chosen_tokens(op: SparseAttention, config: Config, cluster: Cluster, tp: Gro
 
     Arguments as of `indexing`.
     """
-    moved = 0.0
+    moved, running = 0.0, Running.of(config)
     if config.parallel.tensor_model_parallel_size > 1 and config.model.trains_indexer:
-        moved = all_reduce(cluster, tp, _WIDE * op.summed(Running.of(config)))
-    return Times(_computed(config, cluster.gpu), tp=Phases(0.0, moved))
+        moved = all_reduce(cluster, tp, _WIDE * op.summed(running))
+    work = _Work(config, cluster.gpu, op.at_once(running))
+    computed = work.of_chosen() if running.reads_chosen else work.of_all()
+    return Times(computed, tp=Phases(0.0, moved))
 
 
-def _computed(config: Config, gpu: Gpu) -> Phases:
+class _Work:
     """Seconds of scores, choice, softmax and values for one layer and microbatch.
 
     The backward makes all scores again; where the indexer is trained it compares its softmax with
@@ -65,28 +69,79 @@ def _computed(config: Config, gpu: Gpu) -> Phases:
     Args:
         config: configuration with the degrees.
         gpu: the GPU.
+        queries: of each row that are taken at once.
     """
-    model, training = config.model, config.training
-    shape, rows, length = model.indexer, training.micro_batch_size, training.seq_length
-    heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    queries = queries_at_once(rows, max(heads, shape.heads), length)
-    keys, count = ceil(length / 2), ceil(length / queries)  # of a mean query, and of pieces
 
-    def product(of: int, features: int) -> float:
-        """Of scores of so many heads, or with them."""
-        return count * matmul(gpu, queries, keys, features, "fp32", rows * of, _WIDE)
+    def __init__(self, config: Config, gpu: Gpu, queries: int) -> None:
+        training, parallel = config.training, config.parallel
+        self.model, self.gpu, self.queries = config.model, gpu, queries
+        self.rows, self.length = training.micro_batch_size, training.seq_length
+        self.heads = self.model.num_attention_heads // parallel.tensor_model_parallel_size
+        self.own = self.length // parallel.context_parallel_size  # queries of a row that are here
+        self.keys = ceil(self.length / 2)  # of a mean query
+        self.count = ceil(self.own / queries)
 
-    def passes(of: int, numbers: float) -> float:
+    def of_all(self) -> Phases:
+        """Where a mask hides keys that were not chosen."""
+        model, shape, heads = self.model, self.model.indexer, self.heads
+        scores = self._product(heads, self.keys, model.query_dim)
+        values = self._product(heads, self.keys, model.value_dim)
+        indexed, choice = self._indexed(), self._choice()
+        forward = scores + values + self._passes(heads, 7) + choice
+        backward = 3 * scores + 2 * values + self._passes(heads, 9) + choice
+        if model.trains_indexer:
+            backward += 2 * indexed + self._passes(shape.heads, 6) + self._passes(1, _CHOICE)
+            backward += self._passes(heads, 1 if model.dsa_indexer_use_sparse_loss else 5)
+        return Phases(forward, backward)
+
+    def of_chosen(self) -> Phases:
+        """Where each query reads the latents of the tokens that it has chosen: all heads of a query
+        are a matrix. Queries and sums pass through the up-projection."""
+        model, shape, heads = self.model, self.model.indexer, self.heads
+        topk, latent = shape.topk, model.kv_lora_rank
+        both = latent + model.qk_pos_emb_head_dim
+        scores, sums = self._each(heads, topk, both), self._each(heads, topk, latent)
+        up, down = (
+            self._product(heads, latent, features)
+            for features in (model.qk_head_dim, model.v_head_dim)
+        )
+        taken = self._of_chosen(both, 3)
+        choice = self._choice() + self._passes(1, _PLACES)
+        forward = scores + sums + up + down + taken + self._of_chosen(heads, 6) + choice
+        backward = 3 * scores + 3 * sums + 3 * up + 2 * down + 3 * taken
+        backward += self._of_chosen(heads, 8) + choice
+        if model.trains_indexer:
+            backward += 2 * self._each(shape.heads, topk, shape.dim) + self._of_chosen(1, _CHOICE)
+            backward += self._of_chosen(shape.heads, 6) + self._of_chosen(shape.dim, 4)
+        return Phases(forward, backward)
+
+    def _choice(self) -> float:
+        """Of an indexer's scores, and of the best of them."""
+        heads = self.model.indexer.heads
+        return self._indexed() + self._passes(heads, 3) + self._passes(1, _CHOICE)
+
+    def _indexed(self) -> float:
+        shape = self.model.indexer
+        return self._product(shape.heads, self.keys, shape.dim)
+
+    def _product(self, heads: int, keys: int, features: int) -> float:
+        """Of all queries with these keys, for each of so many heads, or with what that makes."""
+        matrix = self.queries, keys, features
+        return self.count * matmul(self.gpu, *matrix, "fp32", self.rows * heads, _WIDE)
+
+    def _each(self, heads: int, keys: int, features: int) -> float:
+        """Of each query's heads with keys of its own."""
+        matrix, batch = (heads, keys, features), self.rows * self.queries
+        return self.count * matmul(self.gpu, *matrix, "fp32", batch, _WIDE)
+
+    def _passes(self, heads: int, numbers: float) -> float:
         """Numbers read and written for each score of so many heads, each pass apart."""
-        size = _WIDE * numbers * rows * length * keys * of
-        return elementwise(gpu, size, count * ceil(numbers / 2))
+        return self._moved(numbers, self.keys * heads)
 
-    scores, values = product(heads, model.query_dim), product(heads, model.value_dim)
-    indexed = product(shape.heads, shape.dim)
-    choice = indexed + passes(shape.heads, 3) + passes(1, _CHOICE)
-    forward = scores + values + passes(heads, 7) + choice
-    backward = 3 * scores + 2 * values + passes(heads, 9) + choice
-    if model.trains_indexer:
-        backward += 2 * indexed + passes(shape.heads, 6) + passes(1, _CHOICE)
-        backward += passes(heads, 1 if model.dsa_indexer_use_sparse_loss else 5)
-    return Phases(forward, backward)
+    def _of_chosen(self, features: int, numbers: float) -> float:
+        """The same of each chosen token."""
+        return self._moved(numbers, self.model.indexer.topk * features)
+
+    def _moved(self, numbers: float, of_query: int) -> float:
+        size = _WIDE * numbers * self.rows * self.own * of_query
+        return elementwise(self.gpu, size, self.count * ceil(numbers / 2))

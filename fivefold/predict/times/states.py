@@ -1,4 +1,5 @@
-"""Predicts the times of linear attention's delta rule and Mamba-2's state space on one rank.
+"""Predicts the times of linear attention's delta rule, Mamba-2's state space and short convolutions
+on one rank.
 
 Within chunks its products are of all chunks at once; those with states are of one chunk of each
 sequence and head after the other, which leaves multiprocessors idle.
@@ -7,7 +8,7 @@ sequence and head after the other, which leaves multiprocessors idle.
 from math import ceil, log2
 
 from fivefold.config.config import Config
-from fivefold.description.linear_attention import CHUNK, DeltaRule, Recurrence
+from fivefold.description.linear_attention import CHUNK, DeltaRule, GatedConvolution, Recurrence
 from fivefold.hardware import Gpu
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.software import Software
@@ -25,7 +26,7 @@ _NARROW, _WIDE = 2.0, 4.0  # bytes of an element of kernels in 16 bits, and of P
 
 def states(op: Recurrence, config: Config, cluster: Cluster, software: Software) -> Times:
     """What states do, and between context-parallel ranks the exchange of their heads."""
-    of_rule = delta_rule if isinstance(op, DeltaRule) else state_space
+    of_rule = {DeltaRule: delta_rule, GatedConvolution: convolution}.get(type(op), state_space)
     made = of_rule(config, cluster.gpu, kernels=software.state_kernels)
     parallel = config.parallel
     tp, ranks = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -111,4 +112,17 @@ def state_space(config: Config, gpu: Gpu, *, kernels: bool) -> Phases:
         each = heads * (3 * key + 4 * value)
         moved, launches = _WIDE * (taps + 6 * mixed + 7 * within + each + 8 * states), 0
     forward = products + elementwise(gpu, rows * length * moved, launches)
+    return Phases(forward, BACKWARD * forward)
+
+
+def convolution(config: Config, gpu: Gpu, *, kernels: bool) -> Phases:
+    """Seconds of a gated short convolution; arguments as of `delta_rule`."""
+    sizes, parallel, training = config.model.states, config.parallel, config.training
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    features = training.micro_batch_size * training.seq_length * sizes.mixed / ranks
+    if kernels:  # one reads x and B, and writes; one for the product before it
+        moved, launches = _NARROW * 5, 2
+    else:  # of each tap pad, mask, product and sum; the product before it, and what is cast
+        moved, launches = _WIDE * (7 * sizes.taps + 4), 7 * sizes.taps + 4
+    forward = elementwise(gpu, features * moved, launches)
     return Phases(forward, BACKWARD * forward)

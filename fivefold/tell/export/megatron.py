@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import ceil
 
-from fivefold.config.data import MOCK
+from fivefold.config.data import FIM_TOKENS, MOCK
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.training import SCALE_BY_TRIAL, TrainingConfig
 from fivefold.layout import Layout
@@ -136,6 +136,9 @@ def _training(said: Settings, training: TrainingConfig) -> Iterator[str]:
         yield from flag("exit-duration-in-mins", max(int(minutes), 1))
     yield from flags(said, "exit_interval", "iterations_to_skip")
     yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    if said["fim_data"]:
+        yield from flags(said, "fim_data", "fim_rate", "fim_spm_rate", "fim_split_sample")
+        yield from flags(said, "fim_fragment_rate", "fim_no_prefix", *FIM_TOKENS)
 
 
 def _formats(said: Settings, layout: Layout) -> Iterator[str]:

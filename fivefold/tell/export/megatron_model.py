@@ -192,6 +192,11 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     elif model.fades_features:
         asked = said.told("experimental_attention_variant", *OF_LINEAR_ATTENTION)
         yield f"its release 0.16 has no such layers: {asked}"
+    elif model.experimental_attention_variant == "short_convolution":
+        yield (
+            "it has no short convolutions (experimental_attention_variant short_convolution): its "
+            "layers all have attention"
+        )
     elif model.experimental_attention_variant is not None and layout.grid.cp > 1:
         yield "its linear attention has no context parallelism in release 0.16"
     if model.use_rope_scaling:

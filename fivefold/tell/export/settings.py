@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from shlex import quote
 from typing import Any
 
 from fivefold.config.by_layer import IN_BF16
@@ -106,7 +107,7 @@ def command_line(flags: Iterable[str]) -> str:
 
 def flag(name: str, *values: object) -> Iterator[str]:
     """The flag `--name value ...`, with values quoted for a shell if necessary."""
-    yield " ".join([f"--{name}", *map(_quoted, values)])
+    yield " ".join([f"--{name}", *(quote(str(value)) for value in values)])
 
 
 def set_flag(name: str, value: Any) -> Iterator[str]:
@@ -176,8 +177,3 @@ def lost_types(said: Settings) -> Iterator[str]:
     if said["use_precision_aware_optimizer"]:
         kinds = f"use_precision_aware_optimizer, {state_types(said)}"
         yield f"its gradients and moments have the type of its masters ({kinds})"
-
-
-def _quoted(value: object) -> str:
-    text = str(value)
-    return f"'{text}'" if set(text) & set("|*() []") else text

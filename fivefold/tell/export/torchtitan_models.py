@@ -11,7 +11,6 @@ from typing import Any
 
 from fivefold.config.by_layer import IN_BF16
 from fivefold.config.config import SETTINGS
-from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.config.training import TrainingConfig
@@ -126,7 +125,7 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     found["kv_channels"] = None if latent else model.head_dim
     found["qk_layernorm"] = latent or model.qk_layernorm
     found["add_qkv_bias"] = model.qkv_bias
-    layers = expert_layers(model.moe_layer_freq, model.num_layers) if model.num_experts else ()
+    layers = tuple(map(model.is_moe, range(model.num_layers))) if model.num_experts else ()
     found["moe_layer_freq"] = layers
     found["ffn_hidden_size"] = None if layers and all(layers) else model.ffn_size
     found["moe_ffn_hidden_size"] = model.expert_ffn_size if layers else None

@@ -235,10 +235,12 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
             trainer.restore(source, error.intact, weights_only=origin.weights_only)
             return error.passed_over
     except DataError as error:  # other data than the checkpoint's
-        raise DataError(f"{error}\n  works: {afresh}") from error
+        (mistake,) = error.mistakes
+        raise DataError(replace(mistake, works=(afresh,))) from error
     except OtherSettings as error:
-        works = tuple(afresh if way == "--finetune" else way for way in error.mistake.works)
-        raise OtherSettings(replace(error.mistake, works=works)) from error
+        (mistake,) = error.mistakes
+        works = tuple(afresh if way == "--finetune" else way for way in mistake.works)
+        raise OtherSettings(replace(mistake, works=works)) from error
     return origin.damage
 
 

@@ -124,11 +124,9 @@ def check_restarts(most: int, launcher: str, save: str | None) -> None:
         save: the run folder of --save.
 
     Raises:
-        ConfigError: the number is negative, ranks of torchrun or srun ask for restarts, or ranks
-            that torchrun would start again would begin a run of their own.
+        ConfigError: ranks of torchrun or srun ask for restarts, or ranks that torchrun would start
+            again would begin a run of their own.
     """
-    if most < 0:
-        raise ConfigError(Mistake(f"--max-restarts must be at least 0, not {most}"))
     if launcher in ("torchrun", "slurm") and most:
         again = {
             "torchrun": f"torchrun --max-restarts {most} starts them again",

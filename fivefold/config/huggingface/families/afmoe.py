@@ -6,10 +6,10 @@ from typing import Any
 
 from fivefold.config.huggingface import windows
 from fivefold.config.huggingface.family import EACH, Family, Fields, Names, Tensors
-from fivefold.config.huggingface.generic import read_balancing, refuse_one_expert
+from fivefold.config.huggingface.generic import read_balancing
+from fivefold.config.huggingface.grouped_experts import sigmoid_expert_fields, sigmoid_experts
 from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.layer_pattern import layer_frequency
 from fivefold.config.model import ModelConfig
 
 _AFMOE = LlamaLike(
@@ -44,34 +44,18 @@ def _experts(reader: Reader, layers: int) -> dict[str, Any]:
         reader.fixed(name, 1)
     reader.fixed("route_norm", True)
     reader.fixed("score_func", "sigmoid")
-    dense = reader.size("num_dense_layers", default=1, least=0)
-    experts, inner = reader.size("num_experts"), reader.size("moe_intermediate_size")
     shared = reader.size("num_shared_experts", default=2, least=0)
-    factor, topk = reader.number("route_scale", 1.0), reader.size("num_experts_per_tok")
-    if dense >= layers:
+    found = sigmoid_experts(reader, layers, first=1, factor="route_scale")
+    if not found:
         return {}
-    refuse_one_expert(reader, topk)
-    return {
-        "num_experts": experts,
-        "moe_router_topk": topk,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
-        "moe_router_enable_expert_bias": True,
-        "moe_ffn_hidden_size": inner,
-        "moe_shared_expert_intermediate_size": shared * inner or None,
-        "moe_layer_freq": layer_frequency([layer >= dense for layer in range(layers)]),
+    return found | {
+        "moe_shared_expert_intermediate_size": shared * found["moe_ffn_hidden_size"] or None
     }
 
 
 def _write(model: ModelConfig) -> Fields:
-    sparse = [model.is_moe(layer) for layer in range(model.num_layers)]
-    experts = {
-        "num_experts": model.num_experts or 1,
-        "num_experts_per_tok": model.moe_router_topk,
-        "moe_intermediate_size": model.expert_ffn_size,
+    experts = sigmoid_expert_fields(model, "route_scale") | {
         "num_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
-        "num_dense_layers": sparse.count(False),
-        "route_scale": model.moe_router_topk_scaling_factor or 1.0,
         "mup_enabled": model.embedding_multiplier != 1.0,
     }
     return _AFMOE.write(model) | windows.fields(model) | experts

@@ -1,5 +1,6 @@
 """DeepSeek-V2 to V3.2, Kimi-K2, GLM-4.7-Flash and GLM-5: latent attention, dense layers first."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,36 +27,45 @@ _LATENT_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """What a family has, and takes absent fields for.
+class LatentLike:
+    """What a family with latent attention has, and takes absent fields for.
 
     Attributes:
-        experts: its routers.
+        experts: its routers; None: it has no experts, or reads them by itself.
         epsilon: `rms_norm_eps`.
         queries: `q_lora_rank`.
         heads: `num_key_value_heads`.
         index_heads: `index_n_heads`, of a family with an indexer; None: it has none.
         shares: whether layers may take what the indexer of an earlier one has chosen.
+        predicts: whether there may be layers that predict further tokens.
+        tied: whether embeddings are tied.
+        rope: reads RoPE, by its default.
+        head_dim: whether `head_dim` is the size of a query, not of its rotary features; None: it
+            says nothing.
     """
 
-    experts: GroupedExperts
+    experts: GroupedExperts | None = None
     epsilon: float = 1e-6
-    queries: int = 1536
+    queries: int | None = 1536
     heads: int | None = 128
     index_heads: int | None = None
     shares: bool = False
+    predicts: bool = True
+    tied: bool = False
+    rope: Callable[[Reader, Rope], Rope] = partial(read_rope, latents=True)
+    head_dim: bool | None = False
 
 
-_SECOND, _THIRD = _Kind(experts=V2, heads=None), _Kind(experts=V3)
-_LITE = _Kind(
+_SECOND, _THIRD = LatentLike(experts=V2, heads=None, predicts=False), LatentLike(experts=V3)
+_LITE = LatentLike(
     experts=replace(ONE_GROUP, scale=1.8, listed=True, first_counts=False, always=True),
     epsilon=1e-5,
     queries=768,
     heads=20,
 )
 _LISTED = replace(V3, listed=True, always=True)
-_SPARSE = _Kind(experts=_LISTED, index_heads=64)
-_GLM5 = _Kind(
+_SPARSE = LatentLike(experts=_LISTED, index_heads=64)
+_GLM5 = LatentLike(
     experts=replace(_LISTED, groups=1, chosen_groups=1),
     epsilon=1e-5,
     queries=2048,
@@ -65,7 +75,7 @@ _GLM5 = _Kind(
 )
 
 
-def _read(reader: Reader, kind: _Kind = _THIRD) -> ModelConfig:
+def read_latents(reader: Reader, kind: LatentLike = _THIRD) -> ModelConfig:
     """The model; heads share one rotary key, and adjacent rotary features are paired."""
     sizes = transformer_sizes(reader)
     read_stored_weights(reader, code=True, rounded=True)
@@ -75,7 +85,7 @@ def _read(reader: Reader, kind: _Kind = _THIRD) -> ModelConfig:
     # The order in which weights are stored; the computation is the same. Null is false.
     reader.fixed("rope_interleave", True, *(() if indexes else (False, None)))
     epsilon = reader.number("rms_norm_eps", kind.epsilon)
-    rope = read_rope(reader, Rope(10000.0, 1.0, "default"), latents=True)
+    rope = kind.rope(reader, Rope(10000.0, 1.0, "default"))
     if rope.share != 1.0:
         reader.unsupported("partial_rotary_factor", rope.share, [1.0])
     inner = reader.size("intermediate_size")
@@ -92,7 +102,10 @@ def _read(reader: Reader, kind: _Kind = _THIRD) -> ModelConfig:
     turned = latents["qk_pos_emb_head_dim"]
     refuse_shared_keys(reader, sizes["num_attention_heads"], kind.heads)
     reader.fixed("qk_head_dim", latents["qk_head_dim"] + turned)
-    reader.fixed("head_dim", turned)
+    if kind.head_dim is None:
+        reader.without_effect("head_dim")
+    else:
+        reader.fixed("head_dim", turned + latents["qk_head_dim"] * kind.head_dim)
     return ModelConfig(
         **sizes,
         **latents,
@@ -100,17 +113,17 @@ def _read(reader: Reader, kind: _Kind = _THIRD) -> ModelConfig:
         norm_epsilon=epsilon,
         latent_norm_epsilon=None if epsilon == _LATENT_EPSILON else _LATENT_EPSILON,
         activation_func=activation(reader, "hidden_act", "silu"),
-        untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", False),
+        untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", kind.tied),
         attention_dropout=reader.number("attention_dropout", 0.0),
         multi_latent_attention=True,
-        mtp_num_layers=0 if kind is _SECOND else predictions(reader),
-        **kind.experts.read(reader, sizes["num_layers"]),
+        mtp_num_layers=predictions(reader) if kind.predicts else 0,
+        **(kind.experts.read(reader, sizes["num_layers"]) if kind.experts is not None else {}),
         **rope.settings(),
         **(_indexer(reader, kind, sizes["num_layers"]) if indexes else {}),
     )
 
 
-def _indexer(reader: Reader, kind: _Kind, layers: int) -> dict[str, Any]:
+def _indexer(reader: Reader, kind: LatentLike, layers: int) -> dict[str, Any]:
     """DeepSeek Sparse Attention, whose loss no file tells."""
     listed = reader.texts("layer_types", ("indexed_attention",))
     if listed is not None:
@@ -132,12 +145,13 @@ def _indexer(reader: Reader, kind: _Kind, layers: int) -> dict[str, Any]:
     }
 
 
-def _write(model: ModelConfig, kind: _Kind = _THIRD) -> Fields:
+def write_latents(model: ModelConfig, kind: LatentLike = _THIRD) -> Fields:
+    """Fields of a model that `read_latents` reads."""
     experts = kind.experts
     fields = {
         **size_fields(model),
         **rope_fields(model),
-        **experts.write(model),
+        **(experts.write(model) if experts is not None else {}),
         "intermediate_size": model.ffn_size,
         "num_key_value_heads": model.num_attention_heads,
         "hidden_act": activation_name(model),
@@ -157,22 +171,26 @@ def _write(model: ModelConfig, kind: _Kind = _THIRD) -> Fields:
         fields["index_n_heads"] = model.dsa_indexer_n_heads
         fields["index_head_dim"] = model.dsa_indexer_head_dim
         fields["index_topk"] = model.dsa_indexer_topk
-    if experts.listed:
+    if experts is not None and experts.listed:
         fields["mlp_layer_types"] = written_sparse(model)
-    return fields | {
-        "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": model.prediction_sets,
-        "rope_interleave": True,
-    }
+    if experts is not None:
+        fields["topk_method"] = "noaux_tc"
+    if kind.predicts:
+        fields["num_nextn_predict_layers"] = model.prediction_sets
+    return fields | {"rope_interleave": True}
 
 
 _V2, _V3 = Tensors(DEEPSEEK_NAMES, pairs=True), Tensors(DEEPSEEK_NAMES, pairs=None, predicts=True)
 _V32 = replace(_V3, pairs=True)
 
 
-def _family(name: str, architecture: str, kind: _Kind, tensors: Tensors) -> Family:
+def _family(name: str, architecture: str, kind: LatentLike, tensors: Tensors) -> Family:
     return Family(
-        name, architecture, partial(_read, kind=kind), partial(_write, kind=kind), tensors
+        name,
+        architecture,
+        partial(read_latents, kind=kind),
+        partial(write_latents, kind=kind),
+        tensors,
     )
 
 
@@ -182,5 +200,5 @@ FAMILIES = (
     _family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _LITE, _V3),
     _family("deepseek_v32", "DeepseekV32ForCausalLM", _SPARSE, _V32),
     _family("glm_moe_dsa", "GlmMoeDsaForCausalLM", _GLM5, replace(_V32, index_pairs=True)),
-    Family("kimi_k2", "DeepseekV3ForCausalLM", _read, None, _V3),
+    Family("kimi_k2", "DeepseekV3ForCausalLM", read_latents, None, _V3),
 )

@@ -49,8 +49,8 @@ def _gemma2(reader: Reader, like: LlamaLike = _GEMMA2) -> ModelConfig:
     return replace(
         model,
         softmax_scale=_scale(reader, model),
-        attn_logit_softcapping=_cap(reader, "attn_logit_softcapping", 50.0),
-        final_logit_softcapping=_cap(reader, "final_logit_softcapping", 30.0),
+        attn_logit_softcapping=reader.number_or_null("attn_logit_softcapping", 50.0),
+        final_logit_softcapping=reader.number_or_null("final_logit_softcapping", 30.0),
         **_settings(model),
         **windows.settings(windows.needed(reader, slides), slides),
     )
@@ -72,7 +72,7 @@ def _gemma3(reader: Reader) -> ModelConfig:
     return replace(
         model,
         softmax_scale=_scale(reader, model),
-        final_logit_softcapping=_cap(reader, "final_logit_softcapping", None),
+        final_logit_softcapping=reader.number_or_null("final_logit_softcapping", None),
         **_settings(model),
         **windows.beside_rope(reader, slides, rope, base),
     )
@@ -85,15 +85,6 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 def _scale(reader: Reader, model: ModelConfig) -> float | None:
     size = reader.size("query_pre_attn_scalar", default=256)
     return None if size == model.head_dim else size**-0.5
-
-
-def _cap(reader: Reader, name: str, default: float | None) -> float | None:
-    """A cap, which null in the file takes away."""
-    if name in reader.fields and reader.fields[name] is None:
-        reader.without_effect(name)
-        return None
-    found = reader.optional_number(name)
-    return default if found is None else found
 
 
 def _windows_and_caps(model: ModelConfig) -> Fields:

@@ -1,4 +1,5 @@
-"""GLM-4 to 4.7, with RoPE in a part of each head; Solar Open and dots.llm1, with experts as 4.5."""
+"""GLM-4 to 4.7, with RoPE in a part of each head; Solar Open, dots.llm1 and Sarvam 30B,
+with experts as 4.5."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,8 +7,14 @@ from functools import partial
 
 from fivefold.config.huggingface import windows
 from fivefold.config.huggingface.families.qwen import qwen_windows
-from fivefold.config.huggingface.family import GATE_UP, Family, Fields, Tensors
-from fivefold.config.huggingface.grouped_experts import DEEPSEEK_NAMES, ONE_GROUP, predictions
+from fivefold.config.huggingface.family import GATE_UP, Family, Fields, Names, Tensors
+from fivefold.config.huggingface.grouped_experts import (
+    DEEPSEEK_NAMES,
+    ONE_GROUP,
+    no_predictions,
+    predictions,
+    read_of_sarvam,
+)
 from fivefold.config.huggingface.llama_like import LlamaLike, qkv_biases
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.rope import read_rope
@@ -103,6 +110,42 @@ def _write_dots(model: ModelConfig) -> Fields:
     return _DOTS.write(model) | _DOTS_EXPERTS.write(model) | windows.fields(model)
 
 
+_SARVAM = LlamaLike(
+    num_key_value_heads=4,
+    head_dim=64,
+    rope_theta=8e6,
+    null_key_value_heads=False,
+    biases=qkv_biases(False),
+    rope=read_rope,
+    code=True,
+    padded=True,
+)
+
+
+def _sarvam(reader: Reader) -> ModelConfig:
+    """Sarvam 30B: GLM-4.5's layers, under other names."""
+    reader.also(n_shared_experts="num_shared_experts", attention_bias="use_qkv_bias")
+    model = _SARVAM.read(reader)
+    no_predictions(reader)
+    read_of_sarvam(reader)
+    return replace(
+        model,
+        init_method_std=reader.number("initializer_range", 0.006),
+        qk_layernorm=reader.flag("use_qk_norm", True),
+        **ONE_GROUP.read(reader, model.num_layers),
+    )
+
+
+_SARVAM_NAMES: Names = {
+    **DEEPSEEK_NAMES,
+    "embed_tokens.": "word_embeddings.",
+    ".self_attn.q_norm.": ".attention.query_layernorm.",
+    ".self_attn.k_norm.": ".attention.key_layernorm.",
+    **{f".self_attn.{part}_proj.": ".attention.query_key_value." for part in "qkv"},
+    ".self_attn.o_proj.": ".attention.dense.",
+    ".mlp.router.expert_bias": ".mlp.gate.expert_bias",
+}
+_SARVAM_TENSORS = Tensors(_SARVAM_NAMES, renamed=True, joint_qkv="in_turn")
 _TENSORS = Tensors(GATE_UP, joint_mlp=True, pairs=True)
 _GLM45_TENSORS = Tensors(DEEPSEEK_NAMES, predicts=True)
 FAMILIES = (
@@ -110,5 +153,6 @@ FAMILIES = (
     Family("glm4", "Glm4ForCausalLM", _GLM4.read, _writes(_GLM4), _TENSORS),
     Family("glm4_moe", "Glm4MoeForCausalLM", _glm45, _write_glm45, _GLM45_TENSORS),
     Family("solar_open", "SolarOpenForCausalLM", _solar, _write_solar, Tensors(DEEPSEEK_NAMES)),
+    Family("sarvam_moe", "Glm4MoeForCausalLM", _sarvam, None, _SARVAM_TENSORS),
     Family("dots1", "Dots1ForCausalLM", _dots, _write_dots, Tensors(DEEPSEEK_NAMES)),
 )

@@ -8,7 +8,8 @@ from fivefold.config.huggingface.family import SINKS, TOGETHER, Family, Fields, 
 from fivefold.config.huggingface.generic import read_balancing
 from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.huggingface.rope import Rope, whole_head_rope, yarn_settings
+from fivefold.config.huggingface.rope import Rope, whole_head_rope
+from fivefold.config.huggingface.rope_scalings import yarn_settings
 from fivefold.config.model import ModelConfig
 
 

@@ -67,7 +67,11 @@ def _write(model: ModelConfig, like: LlamaLike = _MISTRAL) -> Fields:
 
 
 def _write_ministral(model: ModelConfig) -> Fields:
-    fields = _write(model, _MINISTRAL)
+    return with_temperature(_write(model, _MINISTRAL), model)
+
+
+def with_temperature(fields: Fields, model: ModelConfig) -> Fields:
+    """The same fields, and in their table of YaRN how attention gets hotter with the position."""
     if "rope_scaling" in fields:
         beta = model.attn_scale if model.attn_temperature_tuning else 0.0
         fields["rope_scaling"]["llama_4_scaling_beta"] = beta
