@@ -64,6 +64,8 @@ SOME: dict[str, tuple[Any, ...]] = {
     "embedding_init_method_std": (0.5,),
     "clip_grad": (0.0, 0.01),
     "weight_decay": (0.0,),
+    "qk_clip_alpha": (0.3,),
+    "qk_clip_threshold": (0.4,),
     "decoupled_lr": (0.03,),
     "start_weight_decay": (0.0,),
     "end_weight_decay": (0.3,),
