@@ -64,7 +64,7 @@ def on_host(named: dict[str, tuple[int, ...]], folder: Path | None = None) -> Wa
     host = HostAdamW(weights, counted, CONFIG, wide, wide, link, folder=folder)
     for piece in host.masters().values():
         piece.local.normal_()
-    host.publish()
+    host.publish(weights)
     for weight in weights.values():
         weight.grad_dtype = torch.float32
 

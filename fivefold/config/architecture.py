@@ -303,12 +303,12 @@ class Architecture:
         False, "multiply what heads attend to by sigmoid gates that the query projection makes, too"
     )
     experimental_attention_variant: (
-        Literal["gated_delta_net", "short_convolution", "dsa"] | None
+        Literal["gated_delta_net", "kimi_delta_attention", "short_convolution", "dsa"] | None
     ) = option(
         None,
-        "gated_delta_net: layers with linear attention, as in Qwen3-Next; short_convolution: "
-        "layers with gated short convolutions, as in LFM2; dsa: attention to the tokens that an "
-        "indexer chooses, as in DeepSeek-V3.2 (MLA); none: neither",
+        "gated_delta_net, kimi_delta_attention: layers with linear attention, as in Qwen3-Next and "
+        "in Kimi Linear; short_convolution: layers with gated short convolutions, as in LFM2; dsa: "
+        "attention to the tokens that an indexer chooses, as in DeepSeek-V3.2 (MLA); none: neither",
     )
     dsa_indexer_n_heads: Count | None = option(None, "heads of dsa's indexer")
     dsa_indexer_head_dim: Count | None = option(

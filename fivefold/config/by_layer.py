@@ -16,6 +16,8 @@ OF_DELTA_NET = (
 """Settings that say something of layers with linear attention only."""
 OF_LINEAR_ATTENTION = (*OF_CONVOLUTIONS, *OF_DELTA_NET)
 """Settings of linear attention."""
+LINEAR_VARIANTS = "gated_delta_net", "kimi_delta_attention"
+"""Values of experimental_attention_variant with which there is some."""
 OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Settings that say something of latent attention only, and that Megatron-LM has, too."""
 OF_INDEXER = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
@@ -108,8 +110,19 @@ class ByLayer(Architecture):
     @property
     def has_linear_layers(self) -> bool:
         """Whether layers have linear attention, short convolutions or Mamba-2."""
-        linear = self.experimental_attention_variant in ("gated_delta_net", "short_convolution")
-        return linear or self.hybrid_override_pattern is not None
+        convolves = self.experimental_attention_variant == "short_convolution"
+        hybrid = self.hybrid_override_pattern is not None
+        return self.has_linear_attention or convolves or hybrid
+
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether layers have linear attention, of one kind or another."""
+        return self.experimental_attention_variant in LINEAR_VARIANTS
+
+    @property
+    def fades_features(self) -> bool:
+        """Whether states of linear attention forget each feature at a rate of its own."""
+        return self.experimental_attention_variant == "kimi_delta_attention"
 
     @property
     def softmax_layers(self) -> tuple[int, ...]:

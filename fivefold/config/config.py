@@ -87,10 +87,13 @@ class Config:
     def keeps_latents(self, layer: int) -> bool:
         """Whether a layer's attention keeps latents, not keys and values: those of its rank where
         context-parallel ranks gather them, or where it reads those of chosen tokens alone."""
-        gathered = self.parallel.cp_comm_of(layer) == "all_gather"
-        gathered = gathered and self.parallel.context_parallel_size > 1
-        latent = self.model.multi_latent_attention and self.model.is_softmax(layer)
-        return latent and (gathered or self.reads_chosen)
+        softmax = self.model.is_softmax(layer)
+        return softmax and self.keeps_latents_by(self.parallel.cp_comm_of(layer))
+
+    def keeps_latents_by(self, kind: str) -> bool:
+        """The same of layers with a softmax, whose ranks communicate by this `cp_comm_type`."""
+        gathered = kind == "all_gather" and self.parallel.context_parallel_size > 1
+        return self.model.multi_latent_attention and (gathered or self.reads_chosen)
 
     def projects_latents(self, layer: int) -> bool:
         """Whether it makes keys and values of all latents again in its backward."""

@@ -6,15 +6,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal
 
 from fivefold.config.batch_sizes import BatchSizes
-from fivefold.config.settings import (
-    Allowed,
-    Count,
-    NonNegative,
-    Positive,
-    Share,
-    Whole,
-    option,
-)
+from fivefold.config.settings import Allowed, Count, NonNegative, Positive, Share, Whole, option
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 """Bytes of an element, by precision."""
@@ -308,6 +300,18 @@ class OptimizerConfig:
         1.0, "further factor; 0.2 with spectral makes updates about as large as AdamW's"
     )
     clip_grad: NonNegative = option(1.0, "largest global gradient norm; 0: no clipping")
+    qk_clip: bool = option(
+        False, "after a step, scale query and key weights of heads with a logit above the threshold"
+    )
+    qk_clip_alpha: Annotated[float, Allowed(lambda v: 0 < v < 1, "in (0, 1)")] = option(
+        0.5, "weights of queries get threshold / logit to this power, those of keys the rest"
+    )
+    qk_clip_threshold: Positive = option(
+        100.0, "largest attention logit (q times k, scaled) with which a head is not clipped"
+    )
+    log_max_attention_logit: bool = option(
+        False, "log the largest attention logit of each step; qk_clip does by itself"
+    )
     use_precision_aware_optimizer: bool = option(
         False, "let the types of gradients, masters and moments be chosen, each by its setting"
     )
@@ -326,7 +330,6 @@ class OptimizerConfig:
     exp_avg_sq_dtype: MomentType = option(
         "fp32", "type of the second moment between steps; fewer bits are rounded stochastically"
     )
-
     loss_scale: LossScale | None = option(
         None,
         "factor of the loss in fp16, whose small gradients would vanish without one; none: as "
@@ -357,6 +360,11 @@ class OptimizerConfig:
             return self.lr_warmup_iters, end, self.lr_wsd_decay_iters
         end = self.lr_decay_samples or training.train_samples
         return self.lr_warmup_samples, end, self.lr_wsd_decay_samples
+
+    @property
+    def notes_logits(self) -> bool:
+        """Whether the largest attention logits of each step are wanted."""
+        return self.qk_clip or self.log_max_attention_logit
 
     @property
     def loss_scales(self) -> tuple[float, float]:

@@ -133,6 +133,7 @@ class Heads:
         first, last = deal.queries(self.group.rank())
         if drop is not None:
             drop = drop.after(first)
+        scope = replace(scope, scores=scope.scores.of_heads(first, last))
         if scope.sinks is not None:
             scope = replace(scope, sinks=scope.sinks[first:last])
         if self.outer_rank is None:

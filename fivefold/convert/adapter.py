@@ -211,6 +211,8 @@ def _joint(model: ModelConfig, kind: str) -> str:
     """Why one adapter there would be several here, or none; empty if each is one."""
     if model.hybrid_override_pattern is not None:
         return f"{kind} has layers with Mamba-2, which have no adapters here"
+    if model.fades_features:
+        return f"{kind} has layers with Kimi Delta Attention, which have no adapters here"
     files = FAMILIES[kind].tensors
     if files.renamed:
         return f"modules of {kind}, by which adapters are named, are not those of its files"

@@ -57,6 +57,8 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
         places = _as_saved(hub, places)
     if hub.how.also == "together" and any(n.endswith(".gate_up_proj") for n in hub.names):
         places = _together(places)
+    if hub.how.also == "mixtures":
+        places = _as_mixtures(hub, places)
     embedding, head = places["embed_tokens.weight"], their_name(hub.how, model, "lm_head.weight")
     tied, names = not model.untie_embeddings_and_output_weights, hub.names
     if tied and head in names and embedding.names[0] not in names:  # safetensors' save_model
@@ -82,6 +84,17 @@ def _as_saved(hub: HubFolder, places: Mapping[str, Stored]) -> dict[str, Stored]
     if all(hub.shape(at.names[0]) == at.their_shape for at in found):
         return dict(places)
     return {**places, **moved}
+
+
+def _as_mixtures(hub: HubFolder, places: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Dense MLPs of Kimi Linear as published, or as transformers saves them: named as those with
+    experts."""
+    names, found = hub.names, dict(places)
+    for name, at in places.items():
+        other = at.names[0].replace(".mlp.", ".block_sparse_moe.")
+        if at.names[0] not in names and other in names:
+            found[name] = replace(at, names=(other,))
+    return found
 
 
 def _together(places: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -302,11 +315,9 @@ def _read(folder: Reads, place: Stored, name: str, slices: tuple[slice, ...]) ->
         wanted[axis] = slice(int(rows.min()), int(rows.max()) + 1)
     if place.transposed:
         wanted[-2:] = wanted[:-3:-1]
-    if place.in_row:
-        wanted.insert(0, slice(0, 1))
-    part = folder.read(name, tuple(wanted))
-    if place.in_row:
-        part = part[0]
+    before, after = place.around
+    one = slice(0, 1)
+    part = place.bare(folder.read(name, (*[one] * before, *wanted, *[one] * after)))
     if place.transposed:
         part = part.transpose(-1, -2)
     if rows is None:

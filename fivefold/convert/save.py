@@ -130,7 +130,7 @@ def made_of(parts: list[_Part], read: ReadPart, dtype: torch.dtype) -> Tensor:
     """
     made = torch.empty(parts[0].place.their_shape, dtype=dtype)
     for part in parts:
-        view = made[0] if part.place.in_row else made
+        view = part.place.bare(made)
         view = view.transpose(-1, -2) if part.place.transposed else view
         values = _rounded(part.read(read), dtype, part.name)
         if part.place.rows is None:

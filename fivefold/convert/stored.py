@@ -35,7 +35,7 @@ class Stored:
         of: size of that dim there.
         transposed: whether the last two dims are swapped there.
         by_expert: whether each expert, an index of our first dim, is a tensor of its own.
-        in_row: whether it is the one row of a matrix there.
+        around: dims of 1 that it has there before and after its own.
         joined: sizes along `axis` of several tensors there, which follow one another in `rows`;
             empty: there is one.
     """
@@ -47,7 +47,7 @@ class Stored:
     of: int | None = None
     transposed: bool = False
     by_expert: bool = False
-    in_row: bool = False
+    around: tuple[int, int] = (0, 0)
     joined: tuple[int, ...] = ()
 
     def one_of(self, name: str) -> tuple["Stored", Tensor]:
@@ -75,7 +75,13 @@ class Stored:
         shape[self.axis] = shape[self.axis] if self.of is None else self.of
         if self.transposed:
             shape[-2:] = shape[:-3:-1]
-        return (1, *shape) if self.in_row else tuple(shape)
+        before, after = self.around
+        return (1,) * before + tuple(shape) + (1,) * after
+
+    def bare(self, theirs: Tensor) -> Tensor:
+        """A tensor there, or a part of it, without the dims around."""
+        before, after = self.around
+        return theirs.reshape(theirs.shape[before : theirs.ndim - after])
 
 
 def stored_tensors(
@@ -111,7 +117,9 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: b
     of_bias = name.endswith("bias") or len(shape) == 1
     place = Stored(tuple(shape), (their_name(files, model, name),), -1 if of_bias else -2)
     if name.endswith("expert_bias"):
-        return replace(place, in_row=files.bias_in_row)
+        return replace(place, around=(int(files.bias_in_row), 0))
+    if model.fades_features and name.endswith(".A_log"):
+        return replace(place, around=(2, 1))
     if name in ("embed_tokens.weight", "lm_head.weight"):
         return replace(place, rows=torch.arange(model.vocab_size), of=model.vocab_size)
     if ".experts." in name:
@@ -167,20 +175,23 @@ def _linear_attention(files: Tensors, model: ModelConfig, name: str, place: Stor
         return replace(place, rows=rows.flatten(), of=3 * model.hidden_size)
     values = sizes.heads // sizes.groups
     widths = [*[sizes.key] * 2, *[values * sizes.value] * 2]
-    if "conv1d." in name:
-        return replace(place, axis=-3, rows=_by_group(model, widths[:3]))
-    joined = next((theirs for ours, theirs in files.apart.items() if ours in name), None)
-    if joined is None:
-        return place
-    before = place.names[0].rpartition("in_proj_")[0]
     if "in_proj_ba." in name:
         widths = [values] * 2
-    last = sizes.groups * widths[-1]
+    if "in_proj_qkv." in name or "conv1d." in name:
+        widths = widths[:3]
+    if "conv1d." in name:
+        place = replace(place, axis=-3, rows=_by_group(model, widths))
+    ours = next((ours for ours in files.apart if ours in name), None)
+    if ours is None:
+        return place
+    before, apart = place.names[0].rpartition(ours)[0], files.apart[ours]
+    of_parts = [sizes.groups * width for width in widths]
+    first = 1 + len(of_parts) - len(apart)  # so many are one there
     return replace(
         place,
-        names=tuple(f"{before}{part}weight" for part in joined),
+        names=tuple(f"{before}{part}weight" for part in apart),
         rows=_by_group(model, widths),
-        joined=(place.shape[0] - last, last),
+        joined=(sum(of_parts[:first]), *of_parts[first:]),
     )
 
 
@@ -299,7 +310,7 @@ def their_name(files: Tensors, model: ModelConfig, name: str) -> str:
     layer = re.match(r"layers\.(\d+)\.", name)
     hybrid = model.hybrid_override_pattern is not None
     if layer is not None and model.is_linear(int(layer[1])) and not hybrid:
-        name = name.replace(".self_attn.", ".linear_attn.")
+        name = name.replace(".self_attn.", files.linear)
     if name.startswith("norm."):
         name = files.last + name.removeprefix("norm.")
     two_norms = model.parallel_residual and not model.parallel_residual_one_norm
@@ -338,7 +349,9 @@ def numbers_beside(files: Tensors, names: Iterable[str]) -> dict[str, tuple[str,
     }
 
 
-_LINEAR_ATTENTION = "conv1d.", "in_proj_qkvz.", "in_proj_ba.", "in_proj_xc.", "in_proj_b."
+_LINEAR_ATTENTION = (
+    *("conv1d.", "in_proj_qkvz.", "in_proj_ba.", "in_proj_qkv.", "in_proj_xc.", "in_proj_b."),
+)
 _MAMBA = "conv1d.", "in_proj_xbcz.", "in_proj_dt."
 
 

@@ -139,6 +139,7 @@ def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, on_gp
     whole = Reach(reach.window).is_whole(length)
     fused = model.query_dim == model.value_dim and model.softmax_type == "vanilla"
     fused = fused and not model.attention_dropout and model.attn_logit_softcapping is None
+    fused = fused and not layout.config.optimizer.notes_logits
     halves = ELEMENT_BYTES[layout.config.training.precision] == 2
     one_call = on_gpu and halves and flash_takes(model.query_dim)
     joined = several and not one_call and whole and fused

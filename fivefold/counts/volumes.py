@@ -326,6 +326,10 @@ class _Volumes:
         scales = 4 * num_delayed_scales(self.layout.config)  # fp32
         size = wire_bytes("all_reduce", scales, self.layout.grid.world_size)
         yield Flow("world", "largest elements of 8-bit operands", size)
+        if self.layout.config.optimizer.notes_logits:
+            every = all_layers(self.model, whole_model(self.model))
+            heads = self.model.num_attention_heads * sum(map(self.model.is_softmax, every))
+            yield Flow("world", "largest attention logits", heads * one)
 
     def _layer(self, layer: int) -> Layer:
         return describe_layer(self.model, layer)

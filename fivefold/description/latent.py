@@ -16,14 +16,18 @@ class LatentDown(Operation):
         inputs: features of a token.
         norms: number of latent normalisations.
         remade_by: recomputed modules that recompute the input.
+        shared_input: whether another item already counts the input.
     """
 
     inputs: int
     norms: int
     remade_by: tuple[str, ...] = ()
+    shared_input: bool = False
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """Its input, in the dtype of the matrix multiplication."""
+        if self.shared_input and not running.narrows("layernorm"):
+            return ()
         size = running.input_size("layernorm") * self.inputs / running.token_parts
         # Each rank multiplies its own tokens.
         scaled = (self.inputs,) if running.narrows("layernorm") else ()
@@ -31,6 +35,8 @@ class LatentDown(Operation):
 
     def deferred(self, running: Running) -> float:
         """Its input; gradients of the latents are negligible."""
+        if self.shared_input:
+            return 0.0
         return running.input_bytes * self.inputs / running.token_parts
 
 

@@ -1,13 +1,15 @@
-"""The operations of layers that keep a state (Gated DeltaNet, Mamba-2, short convolutions), and
-their costs."""
+"""The operations of layers that keep a state (Gated DeltaNet, Kimi Delta Attention, Mamba-2, short
+convolutions), and their costs."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 
 from fivefold.config.model import ModelConfig, StateShape
+from fivefold.description.latent import LatentDown
 from fivefold.description.operations import QKV, ColumnLinear, Kept, Operation, RowLinear
 from fivefold.description.running import Running
-from fivefold.description.weights import Weight, column, row
+from fivefold.description.weights import Weight, column, row, whole
 
 CHUNK = 64
 """Most tokens of a chunk, within which the delta rule is solved at once."""
@@ -91,6 +93,26 @@ class DeltaRule(Recurrence):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KimiDeltaRule(DeltaRule):
+    """The same, where states forget each feature of their keys by itself."""
+
+    @property
+    def rates(self) -> int:
+        """How fast a state learns, and how fast it forgets each feature."""
+        return 1 + self.sizes.key
+
+    def working(self, running: Running) -> float:
+        """See `Recurrence.working`: at the end of the walk's backward, within the products of its
+        halves, or in the convolution."""
+        sizes, heads = self.sizes, self.sizes.heads / running.tensor_parallel
+        key, value = sizes.key, sizes.value
+        walk = max(40 * key + 4 * value, 32 * key + 8 * value + 5 * CHUNK)
+        taps = 14 * key + 3 * value + (sizes.taps + 2) * (2 * key + value)
+        most = max(filled(running) * walk, taps)
+        return max(running.element_bytes, 4) * heads * most
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatedConvolution(Recurrence):
     """The convolution of features that are multiplied by gates, which stand for rates."""
 
@@ -165,21 +187,60 @@ def linear_attention(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Op
 
     `remade_by`: recomputed modules that make its input again.
     """
-    h, sizes = model.hidden_size, model.states
+    h, sizes, kimi = model.hidden_size, model.states, model.fades_features
     heads, size, mixed = sizes.heads, sizes.size, sizes.mixed
-    made = (
-        *column("self_attn.in_proj_qkvz", h, mixed + size, False),
-        *column("self_attn.in_proj_ba", h, 2 * heads, False),
-    )
     of_heads = (
         Weight("self_attn.conv1d.weight", (mixed, 1, sizes.taps), split=0),
         Weight("self_attn.A_log", (heads,), split=0),
-        Weight("self_attn.dt_bias", (heads,), split=0),
+        Weight("self_attn.dt_bias", (heads * (sizes.key if kimi else 1),), split=0),
     )
     norm = Weight("self_attn.norm.weight", (sizes.value,), sees="heads")
+    rule = KimiDeltaRule if kimi else DeltaRule
     return (
-        projections("linear_qkv", made, h, mixed + size + 2 * heads, remade_by),
-        DeltaRule("delta_rule", of_heads, AGAIN, model=model),
+        *(_kimi_projections if kimi else _projections)(model, remade_by),
+        rule("delta_rule", of_heads, AGAIN, model=model),
         GatedHeads("gated_norm", (norm,), AGAIN, features=size),
         projection_back(size, h),
+    )
+
+
+def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
+    h, sizes = model.hidden_size, model.states
+    made, rates = sizes.mixed + sizes.size, 2 * sizes.heads
+    weights = (
+        *column("self_attn.in_proj_qkvz", h, made, False),
+        *column("self_attn.in_proj_ba", h, rates, False),
+    )
+    return (projections("linear_qkv", weights, h, made + rates, remade_by),)
+
+
+def _kimi_projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
+    """Of queries, keys, values and rates; and those of decays and gates, through few features."""
+    h, sizes = model.hidden_size, model.states
+    heads, low, decays = sizes.heads, sizes.value, sizes.heads * sizes.key
+    weights = (
+        *column("self_attn.in_proj_qkv", h, sizes.mixed, False),
+        *column("self_attn.b_proj", h, heads, False),
+    )
+    down = (
+        *whole("self_attn.f_a_proj", h, low, False),
+        *whole("self_attn.g_a_proj", h, low, False),
+    )
+    up = partial(ColumnLinear, rerun_by=AGAIN, moved_by=QKV, inputs=low, remade_by=AGAIN)
+    of_decays = column("self_attn.f_b_proj", low, decays, False)
+    of_gates = column("self_attn.g_b_proj", low, sizes.size, False)
+    return (
+        projections("linear_qkv", weights, h, sizes.mixed + heads, remade_by),
+        LatentDown(
+            "gates_down",
+            down,
+            AGAIN,
+            QKV,
+            inputs=h,
+            norms=0,
+            remade_by=remade_by,
+            shared_input=True,
+        ),
+        up("decays_up", of_decays, outputs=decays, kept_whole_by=()),
+        up("gates_up", of_gates, outputs=sizes.size, kept_whole_by=()),
     )

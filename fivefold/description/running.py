@@ -84,7 +84,8 @@ class Running:
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
         tokens = config.rank_tokens / parallel.num_sequence_slices
-        kept = tuple(map(config.keeps_latents, range(len(parallel.cp_comm_type))))
+        # Of layers with a softmax; others do not ask.
+        kept = tuple(map(config.keeps_latents_by, parallel.cp_comm_type))
         return cls(
             seq_length=training.seq_length,
             element_bytes=element,

@@ -148,7 +148,8 @@ def _of_states(name: str, model: ModelConfig) -> tuple[Draw, float] | None:
     """How vectors of layers with states are drawn, and what they are multiplied by."""
     if name.endswith(".A_log"):
         return _fast, 1.0
-    if model.hybrid_override_pattern is not None and name.endswith(".dt_bias"):
+    steps = model.hybrid_override_pattern is not None or model.fades_features
+    if steps and name.endswith(".dt_bias"):
         return _steps, 1.0
     if name.endswith(".conv1d.bias"):  # as PyTorch does
         return _uniform, model.states.taps**-0.5

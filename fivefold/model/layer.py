@@ -17,6 +17,7 @@ from fivefold.model.context import Context
 from fivefold.model.dropout import Dropout, HiddenDropout, LayerDropout
 from fivefold.model.layers import LayerBlock
 from fivefold.model.linear_attention.gated_delta_net import GatedDeltaNet
+from fivefold.model.linear_attention.kimi_delta import KimiDeltaAttention
 from fivefold.model.linear_attention.mamba import Mamba
 from fivefold.model.linear_attention.short_convolution import ShortConvolution
 from fivefold.model.linear_attention.state_layer import StateLayer
@@ -50,8 +51,9 @@ def make_attention(model: ModelConfig, layer: int) -> AttentionBlock | StateLaye
     if kind.linear:
         if kind.mixer is not None:
             return Mamba(model, layer)
-        convolves = model.experimental_attention_variant == "short_convolution"
-        return (ShortConvolution if convolves else GatedDeltaNet)(model, layer)
+        if model.experimental_attention_variant == "short_convolution":
+            return ShortConvolution(model, layer)
+        return (KimiDeltaAttention if model.fades_features else GatedDeltaNet)(model, layer)
     return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
 
 

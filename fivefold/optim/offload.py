@@ -8,7 +8,7 @@ in ZeRO-Infinity (Rajbhandari et al., SC 2021), masters and moments may lie on a
 which one bucket is read while another is updated and those before are written back.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -201,12 +201,12 @@ class HostAdamW:
             assert self.weights is not None
             self.weights.write(part.name, part.elements, weight)
 
-    def publish(self) -> None:
-        """Copy the masters to the device, after they were initialised or loaded."""
-        for bucket in self.state.buckets:
+    def publish(self, names: Container[str]) -> None:
+        """Copy masters to the device, after those of some names were initialised or changed."""
+        for bucket in self.state.having(names):
             for mark in self._weights.send(bucket, self.state.held(bucket)):
                 self.link.wait(mark)
-        self.state.seal()
+            self.state.seal(bucket)
 
     def forget(self) -> None:
         """Drop the gradients that have left."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -153,10 +153,16 @@ class OffloadedState:
         """A bucket where it is kept."""
         return bucket.of({**self._lines, self._gradients: self.gradients})
 
-    def seal(self) -> None:
+    def having(self, names: Container[str]) -> Iterator[Bucket]:
+        """The buckets with parts of some parameters."""
+        for bucket in self.buckets:
+            if any(part.name in names for part in bucket.parts):
+                yield bucket
+
+    def seal(self, bucket: Bucket) -> None:
         """Take note that masters and moments were set, so that files are known to hold them."""
         if self._file is not None:
-            self._file.seal(part for bucket in self.buckets for part in _on_disk(bucket))
+            self._file.seal(_on_disk(bucket))
 
     def visits(self) -> Iterator[Visit]:
         """Each bucket in host memory, in turn; the next one is read meanwhile."""

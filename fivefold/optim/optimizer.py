@@ -58,7 +58,7 @@ class Optimizer:
     def take(self, weights: Mapping[str, Piece]) -> None:
         """Let the model compute with weights that were initialised or loaded, by name."""
         self.device.take(weights)
-        self.host.publish()
+        self.host.publish(weights)
 
     def gradient(self, name: str) -> Tensor:
         """This rank's part of a reduced gradient of the loss, wherever it is."""

@@ -26,6 +26,7 @@ from fivefold.parallel_model import ParallelModel
 from fivefold.parallelize import parallelize
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
+from fivefold.train.attention_logits import AttentionLogits
 from fivefold.train.batches import as_batch
 from fivefold.train.layout_groups import groups_of
 from fivefold.train.machine.device_limit import device_limit
@@ -65,6 +66,7 @@ class Engine:
             layout.config.memory, device, self._weights(), self.optimizer
         )
         self.routers = Routers(layout, self.model.stages, self.scaler.factor)
+        self.logits = AttentionLogits(layout, self.model.stages, device)
         self._programs: dict[tuple[int, bool], Program] = {}
         replays = layout.config.training.cuda_graph_impl is not None and device.type == "cuda"
         self.graphs = StepGraphs(self.model, device, CudaRecorder(device) if replays else None)
@@ -98,6 +100,7 @@ class Engine:
         """Leave the global batch's complete gradient on the parameters."""
         depths = self.layout.config.model.mtp_num_layers
         self.model.scaling.begin()
+        self.logits.begin()
         self.routers.begin(sum(len(m.tokens_BS) for m in microbatches) * self.layout.grid.dp)
         batches = self._batches(microbatches, depths)
         tokens = self._count(batches)
@@ -125,12 +128,15 @@ class Engine:
             names.append("indexer_loss")
         (loss, *further), votes = self._sums(losses, vote())
         extra = dict(zip(names, further, strict=True))
+        logits = self.logits.agreed(self.groups.world)
+        if len(logits):
+            extra["max_attention_logit"] = logits.max()
         routing = self.routers.sums(local.routing, self.device)
         if len(routing):
             routing = all_reduce(routing, self.groups.world)
         valid = tokens.flatten()[0]
         host_knows = step_rates, extra, routing, loss_scale, self.routers.layers
-        return DeviceResult(loss, norm, valid, votes, *host_knows)
+        return DeviceResult(loss, norm, valid, votes, *host_knows, logits)
 
     def apply(self, found: DeviceResult, limit: float = inf) -> StepResult:
         """Clip the gradients by their norm and step the optimizer, on the device and then the host.
@@ -153,8 +159,15 @@ class Engine:
             self.optimizer.host.step(found.rates, result.grad_norm, found.loss_scale)
             self.routers.update(found.routing)
             self.model.scaling.update()
+            if config.optimizer.qk_clip:
+                self._clip_logits(found.logits, result)
             self.optimizer.zero_grad()
         return result
+
+    def _clip_logits(self, found: Tensor, result: StepResult) -> None:
+        if result.extra["max_attention_logit"] > self.layout.config.optimizer.qk_clip_threshold:
+            self.model.reshard()  # an update may have begun to gather weights that will be no more
+            self.logits.clip(found, self.optimizer)
 
     def evaluate(self, batches: Iterable[Sequence[Microbatch]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of several global batches without dropout, and their

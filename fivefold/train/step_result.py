@@ -70,6 +70,7 @@ class DeviceResult:
         routing: fp64, as `Routers.sums` has it.
         loss_scale: as in `StepResult`; the host knows it.
         layers: layers with experts, as many as `routing` has rows.
+        logits: the largest attention logits, as `AttentionLogits.agreed` has them.
     """
 
     loss: Tensor
@@ -81,6 +82,7 @@ class DeviceResult:
     routing: Tensor
     loss_scale: float | None
     layers: Sequence[int]
+    logits: Tensor
 
     def found_inf(self, limit: float, *, finite: bool) -> Tensor:
         """As `StepResult.is_refused`: 1 or 0, fp32 scalar."""

@@ -25,7 +25,7 @@ def narrower(layout: Layout, config: Config) -> Config:
     padding = min(model.padded_vocab_size - model.vocab_size, 7)
     if model.num_experts is not None:
         config = config.with_values(**_fewer_experts(layout, config, hidden))
-    if model.hybrid_override_pattern is not None:
+    if model.has_linear_layers:
         config = config.with_values(**_small_states(config))
     wider = (model.hidden_size / hidden) ** 0.5
     stds = {n: std * wider for n in INITIAL if (std := getattr(model, n)) is not None}
@@ -130,13 +130,15 @@ def _exchanging(config: Config) -> int:
 
 
 def _small_states(config: Config) -> dict[str, Any]:
-    """Few and small heads of Mamba-2, of whose groups ranks have as many as before, or two."""
+    """Few and small heads with states, of whose groups ranks have as many as before, or two."""
     parallel, sizes = config.parallel, config.model.states
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     groups = ranks * min(sizes.groups // ranks, 2)
-    return {
-        "mamba_num_groups": groups,
-        "mamba_num_heads": groups * min(sizes.heads // sizes.groups, 2),
-        "mamba_state_dim": min(sizes.key, 16),
-        "mamba_head_dim": min(sizes.value, 8),
-    }
+    names = (
+        *("linear_num_key_heads", "linear_num_value_heads"),
+        *("linear_key_head_dim", "linear_value_head_dim"),
+    )
+    if config.model.hybrid_override_pattern is not None:
+        names = "mamba_num_groups", "mamba_num_heads", "mamba_state_dim", "mamba_head_dim"
+    heads = groups * min(sizes.heads // sizes.groups, 2)
+    return dict(zip(names, (groups, heads, min(sizes.key, 16), min(sizes.value, 8)), strict=True))

@@ -29,6 +29,7 @@ from fivefold.model.transformer import Stage, taught
 from fivefold.train.batches import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
 from fivefold.verify.choices import ChoiceRecorder, Choices, follow
+from fivefold.verify.plain_logits import LogitWatch, largest_of
 from fivefold.verify.plain_update import PlainUpdate
 from fivefold.verify.standing_in import in_order, round_gathered, scale_each_element, stand_in
 
@@ -117,12 +118,14 @@ class _PlainRun:
     ) -> None:
         self._config, self._followed = config, followed
         self._master = _master(config, dtype)
-        weights = {name: p for name, p in self._master.named_parameters() if p.requires_grad}
-        self._update = PlainUpdate(weights, config, dtype)
+        named = self._master.named_parameters()
+        self._weights = {name: p for name, p in named if p.requires_grad}
+        self._update = PlainUpdate(self._weights, config, dtype)
         self._model = plain_model(config, dtype)
         self._model.load_state_dict(self._master.state_dict())
         self._scaling = delayed_scaling(self._model, config)
         round_gathered(self._model, config)
+        self._watch = LogitWatch(self._model, config)
         self._recorder = None if followed else ChoiceRecorder(self._model)
         self._narrow = config.optimizer.narrow_gradients and dtype == torch.bfloat16
         scales = config.optimizer.loss_scales if dtype == torch.float16 else (1.0, 1.0)
@@ -137,7 +140,8 @@ class _PlainRun:
         self._scaling.begin()
         losses, grads, routing, noted = self._gradients(batch, tokens, number)
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
-        self._take(grads, float(norm), routing, number)
+        logits = self._watch.taken()
+        self._take(grads, float(norm), routing, number, logits)
         further = {
             f"mtp_{depth}_loss": float(losses[:, depth].sum()) / max(tokens[depth], 1)
             for depth in range(1, len(tokens))
@@ -147,7 +151,7 @@ class _PlainRun:
             loss=float(losses[:, 0].sum()) / valid_tokens(batch),
             norm=float(norm),
             evaluation=_evaluate(self._model, self._config),
-            further=further | _of_indexers(self._config, noted),
+            further=further | _of_indexers(self._config, noted) | largest_of(logits),
             losses=losses[:, 0],
             loads=torch.stack(loads) if loads else torch.zeros(0),
             grads=grads,
@@ -163,6 +167,7 @@ class _PlainRun:
         until no gradient overflows."""
         samples = microbatches(self._config, batch)
         while True:
+            self._watch.taken()
             if self._followed:
                 follow(self._model, self._followed[number].choices, torch.device("cpu"))
             routing: Routing = {}
@@ -176,9 +181,13 @@ class _PlainRun:
                 return losses, grads, routing, noted
             self._scale /= 2
 
-    def _take(self, grads: Tensors, norm: float, routing: Routing, number: int) -> None:
+    def _take(
+        self, grads: Tensors, norm: float, routing: Routing, number: int, logits: Tensors
+    ) -> None:
         """Update weights, biases of experts, and delayed scales."""
         self._update.step(grads, norm, number)
+        if self._config.optimizer.qk_clip:
+            self._watch.clip(self._weights, logits)
         for mixture in self._master.mixtures:
             counts = (routing[n] for n in self._model.model.layers_like(mixture.router.layer))
             mixture.router.update_bias(torch.stack([*chain(*counts)]).sum(0))

@@ -20,6 +20,7 @@ LARGEST_MODEL = 2_000_000  # parameters: a few steps in fp64 take seconds
 LARGEST_BATCH = 8_192  # tokens of a global batch
 LEARNING_RATE = 1e-2
 ADAM_EPS = 1e-2
+LOGIT = 0.05
 
 
 def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
@@ -69,6 +70,9 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
         constant["decoupled_lr"] = 2 * LEARNING_RATE
     config, _ = without_orphans(config.with_values(**constant, adam_eps=ADAM_EPS), constant)
     config = _with_few_iterations(config, changes)
+    if config.optimizer.qk_clip and config.optimizer.qk_clip_threshold > 1:
+        changes.append(f"qk_clip_threshold {LOGIT:g}, which logits of so small weights exceed")
+        config = config.with_values(qk_clip_threshold=LOGIT)
     if config.memory.fine_grained_activation_offloading:
         config = config.with_values(min_offloaded_tensor_size=1)
         changes.append("activations of any size are moved")

@@ -32,6 +32,7 @@ _LATENTS = _GROUPS | {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
+_DEEPSEEK_EXPERTS = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group")
 _DENSE_LATENTS = {n: v for n, v in _LATENTS.items() if n not in _GROUPS or n in _SIZES} | {
     "num_key_value_heads": 4
 }
@@ -204,6 +205,25 @@ TINY: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | _LINEAR
     | {"num_experts": 4, "moe_intermediate_size": 24},
+    "kimi_linear": {n: v for n, v in _LATENTS.items() if n not in _DEEPSEEK_EXPERTS}
+    | {
+        "num_hidden_layers": 3,
+        "pad_token_id": None,
+        "q_lora_rank": None,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 2,
+        "num_expert_group": 2,
+        "topk_group": 1,
+        "moe_renormalize": True,
+        "linear_attn_config": {
+            "full_attn_layers": [2],
+            "kda_layers": [3, 1],
+            "head_dim": 10,
+            "num_heads": 3,
+            "short_conv_kernel_size": 3,
+        },
+    },
     "nemotron_h": {n: v for n, v in _SIZES.items() if n != "num_hidden_layers"}
     | _MAMBA
     | {"hybrid_override_pattern": "M-EM*"},
@@ -812,6 +832,20 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
                 "mrope_interleaved": True,
             },
         }
+    },
+    "kimi_linear": {
+        "all dense but the last, query latents, listed": {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_attn_config": {},
+            "linear_num_heads": 2,
+            "linear_head_dim": 6,
+            "linear_conv_kernel_dim": 2,
+            "mlp_layer_types": ["dense", "dense", "sparse"],
+            "q_lora_rank": 12,
+            "rms_norm_eps": 1e-3,
+        },
+        "five layers by default": {"num_hidden_layers": 5, "linear_attn_config": {"num_heads": 4}},
+        "no linear attention": {"layer_types": ["full_attention"] * 3},
     },
     "nemotron_h": {
         "by names, groups of experts": {

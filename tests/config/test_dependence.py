@@ -270,7 +270,7 @@ DOCUMENTS = "".join(
     f'{{"text": "Document {n} says {n * n}, and a little more.", "title": "{n} is the title"}}\n'
     for n in range(400)
 )
-NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss", "max_attention_logit")
 
 
 class Runs:

@@ -45,7 +45,7 @@ OTHERS = (
     "--fp16 --train-samples 320 --tensor-model-parallel-size 2 --sequence-parallel "
     "--recompute-granularity selective --context-parallel-size 2 --use-torch-fsdp2 "
     "--pipeline-model-parallel-size 2 --data-path a b --tokenizer-type HuggingFaceTokenizer "
-    "--use-rotary-position-embeddings --cuda-graph-impl local --fim-data "
+    "--use-rotary-position-embeddings --cuda-graph-impl local --fim-data --qk-clip "
     "--fim-split-sample '<part>' --fim-fragment-rate 0.5 "
 )
 SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim "

@@ -104,6 +104,7 @@ def test_presets_have_the_published_number_of_parameters(name: str, published: i
         ("deepseek-v3", 671.0, 37.6),  # 36.6 as published without the input embedding
         ("kimi-k2", 1026.4, 32.9),
         ("gemma4-26b-a4b", 25.2, 3.8),
+        ("kimi-linear-48b-a3b", 49.1, 3.5),  # 3 as published, without the input embedding
         ("gemma4-31b", 30.7, 30.7),
         ("mimo-v2-flash", 308.8, 15.4),  # 309 and 15 as published
         ("minimax-m2", 228.7, 11.0),  # 10 as published, without the input embedding

@@ -33,7 +33,7 @@ from tests.model.models import batch_of
 from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
 
-REFUSED = (*JOINT, "nemotron_h", "exaone")
+REFUSED = (*JOINT, "nemotron_h", "kimi_linear", "exaone")
 KINDS = [kind for kind in ALL_KINDS if kind not in REFUSED]
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 

@@ -192,6 +192,28 @@ DELTA = replace(
     linear_num_key_heads=2,
     linear_num_value_heads=6,
 )
+KIMI = replace(
+    LLAMA,
+    num_query_groups=None,
+    kv_channels=None,
+    use_rope_scaling=False,
+    position_embedding_type="none",
+    rotary_base=10000.0,
+    multi_latent_attention=True,
+    q_lora_rank=None,
+    kv_lora_rank=14,
+    qk_head_dim=10,
+    qk_pos_emb_head_dim=5,
+    v_head_dim=12,
+    apply_layernorm_1p=True,
+    experimental_attention_variant="kimi_delta_attention",
+    linear_attention_freq="2",
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=4,
+    linear_num_value_heads=4,
+)
 CONVOLVING = replace(
     LLAMA,
     use_rope_scaling=False,
@@ -215,6 +237,7 @@ HYBRID = replace(
 )
 FAMILIES = {
     "delta": DELTA,
+    "kimi": KIMI,
     "convolving": CONVOLVING,
     "hybrid": HYBRID,
     "command": COMMAND,

@@ -41,9 +41,12 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
         if mixer in ("-", "E"):
             attended = torch.zeros_like(x)
         elif model.is_linear(layer):
-            convolves = model.experimental_attention_variant == "short_convolution"
-            with_state = _short_convolution if convolves else _delta_net
-            attended = (_mamba if mixer == "M" else with_state)(model, own, normed)
+            variants = {
+                "kimi_delta_attention": _kimi_delta,
+                "short_convolution": _short_convolution,
+            }
+            linear = variants.get(str(model.experimental_attention_variant), _delta_net)
+            attended = (_mamba if mixer == "M" else linear)(model, own, normed)
         else:
             attended = _attention(seen, own, normed, window)
         attended = _norm(model, own, "post_self_attn_layernorm", attended)
@@ -198,6 +201,36 @@ def _delta_net(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
     return _linear(own, "self_attn.out_proj", torch.cat(outputs, dim=1))
 
 
+def _kimi_delta(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Kimi Delta Attention, token by token."""
+    K, V, heads = model.linear_key_head_dim, model.linear_value_head_dim, model.linear_num_key_heads
+    mixed = _linear(own, "self_attn.in_proj_qkv", x).unflatten(1, (heads, -1))
+    learn = _linear(own, "self_attn.b_proj", x)
+    low = {each: _linear(own, f"self_attn.{each}_a_proj", x) for each in "fg"}
+    slow, gate = (_linear(own, f"self_attn.{each}_b_proj", low[each]) for each in "fg")
+    taps = own["self_attn.conv1d.weight"][:, 0].unflatten(0, (heads, -1))
+    outputs = []
+    for head in range(heads):
+        features = slice(head * K, (head + 1) * K)
+        state, read = x.new_zeros(K, V), []
+        for s in range(len(x)):
+            reach = range(min(model.linear_conv_kernel_dim, s + 1))
+            terms = [mixed[s - j, head] * taps[head, :, -1 - j] for j in reach]
+            q, k, v = _silu(torch.stack(terms).sum(0)).split([K, K, V])
+            sums = slow[s, features] + own["self_attn.dt_bias"][features]
+            decay = own["self_attn.A_log"][head].exp() * (1 + sums.exp()).log()
+            state = state * (-decay).exp()[:, None]
+            key = k / (k.dot(k) + 1e-6).sqrt()
+            query = q / (q.dot(q) + 1e-6).sqrt() / math.sqrt(K)
+            wrong = v - key @ state
+            state = state + key[:, None] * wrong / (1 + (-learn[s, head]).exp())
+            read.append(query @ state)
+        plain = replace(model, apply_layernorm_1p=False)
+        normed = _norm(plain, own, "self_attn.norm", torch.stack(read))
+        outputs.append(normed / (1 + (-gate[:, head * V : (head + 1) * V]).exp()))
+    return _linear(own, "self_attn.out_proj", torch.cat(outputs, dim=1))
+
+
 def _short_convolution(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
     """A gated short convolution, token by token."""
     groups, rows = model.num_attention_heads, []
@@ -302,7 +335,8 @@ def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iter
         low = _norm(model, own, "self_attn.q_a_layernorm", _linear(own, "self_attn.q_a_proj", x))
         q = _linear(own, "self_attn.q_b_proj", low)
     both = _linear(own, "self_attn.kv_a_proj", x)
-    latent, shared = both[:, :rank], _rope(model, both[:, rank:])
+    turn = _rope if model.position_embedding_type == "rope" else _as_it_is
+    latent, shared = both[:, :rank], turn(model, both[:, rank:])
     kv = _linear(own, "self_attn.kv_b_proj", _norm(model, own, "self_attn.kv_a_layernorm", latent))
     scale = model.softmax_scale or 1 / math.sqrt(D + R)
     if model.rope_type == "yarn":
@@ -310,10 +344,14 @@ def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iter
     for head in range(model.num_attention_heads):
         q_SD = q[:, head * (D + R) : (head + 1) * (D + R)]
         kv_SD = kv[:, head * (D + V) : (head + 1) * (D + V)]
-        turned = torch.cat((q_SD[:, :D], _rope(model, q_SD[:, D:])), dim=1)
+        turned = torch.cat((q_SD[:, :D], turn(model, q_SD[:, D:])), dim=1)
         if model.attn_temperature_tuning:
             turned = _tempered(model, turned, 0)
         yield turned, torch.cat((kv_SD[:, :D], shared), dim=1), kv_SD[:, D:], scale
+
+
+def _as_it_is(_: ModelConfig, x_SR: Tensor) -> Tensor:
+    return x_SR
 
 
 def _rope(model: ModelConfig, x_SR: Tensor) -> Tensor:

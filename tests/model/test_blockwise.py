@@ -27,6 +27,7 @@ from fivefold.model.attention.kernels import (
 from fivefold.model.attention.scores import USUAL, Scores
 from fivefold.model.batch import Documents
 from fivefold.model.dropout import Dropout, PairDropout
+from fivefold.verify.plain_logits import largest_logits
 from tests.kernels import DEVICES, run_kernels
 from tests.model.plain_attention import plain_attention
 from tests.verify.cases import chosen
@@ -307,6 +308,25 @@ def test_one_call_attends_drops_and_caps(
     of = inputs if sinks else inputs[:3]
     grads = [torch.autograd.grad(out, of, grad) for out in (expected, found)]
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
+def test_kernels_note_the_largest_score_of_each_head(
+    device: str, ours: bool, sliced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = run_kernels(device, monkeypatch, cuda_kernels) if ours else device
+    q, k, v = (x.to(where) for x in tensors((2, 40, 4, 6), (2, 40, 2, 6), (2, 40, 2, 8)))
+    largest = torch.full((4,), float("-inf"), dtype=torch.float64, device=where)
+    documents = None if sliced else Documents((0, 27, 28, 40, 79, 80), 2, q.device)
+    scope = Scope(documents, 5, scores=Scores(0.7, largest=largest))
+    expected = largest_logits(q, k, scope)
+    for rows in (slice(20), slice(20, 40)) if sliced else (slice(40),):
+        keys = slice(rows.stop)
+        attention.attention(q[:, rows], k[:, keys], v[:, keys], scope, None)
+    torch.testing.assert_close(largest, expected, rtol=1e-14, atol=0)
 
 
 ON_CUDA = [("cudnn", torch.bfloat16), ("flash_cuda", torch.bfloat16), ("flex", torch.float32)]

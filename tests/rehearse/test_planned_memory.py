@@ -64,7 +64,8 @@ def _model(draw: random.Random, name: str) -> ModelConfig:
     model = replace(model, num_experts=min(model.num_experts, 64))
     frequency = "[0]*1+[1]*7" if model.multi_latent_attention else model.moe_layer_freq
     vocabulary = draw.choice((32768, 131072))
-    return replace(model, num_layers=8, moe_layer_freq=frequency, vocab_size=vocabulary)
+    model = replace(model, num_layers=8, moe_layer_freq=frequency, vocab_size=vocabulary)
+    return replace(model, linear_attention_freq="4") if model.fades_features else model
 
 
 def _of_experts(
@@ -128,6 +129,12 @@ def test_a_rank_with_experts_needs_what_is_planned(seed: int) -> None:
 @pytest.mark.parametrize("seed", chosen(range(40)))
 def test_a_rank_with_linear_attention_needs_what_is_planned(seed: int) -> None:
     _needs_what_is_planned(drawn(seed, LINEAR))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", chosen(range(20)))
+def test_a_rank_with_kimi_delta_attention_needs_what_is_planned(seed: int) -> None:
+    _needs_what_is_planned(drawn(seed, ("kimi-linear-48b-a3b",)))
 
 
 @pytest.mark.slow

@@ -53,7 +53,11 @@ ALL = MODELS | {"chunked": CHUNKED}
 
 
 # Layers of these are in others, too.
-AGAIN = {"delta", "delta tied", "sparse", "sparse, experts, not taught"}
+AGAIN = {
+    *("hybrid", "hybrid tied", "convolving tied", "delta", "delta tied", "local", "llama tied"),
+    *("gpt untied", "sparse", "sparse, not taught", "sparse, chosen alone, plain queries"),
+    "sparse, experts, not taught",
+}
 
 
 @pytest.mark.parametrize("model", chosen(ALL, *(set(ALL) - AGAIN)))

@@ -206,6 +206,22 @@ DELTA = replace(
     linear_num_key_heads=4,
     linear_num_value_heads=8,
 )
+KIMI = replace(
+    LATENT,
+    position_embedding_type="none",
+    rope_type="rope",
+    original_max_position_embeddings=4096,
+    mscale_all_dim=0.0,
+    experimental_attention_variant="kimi_delta_attention",
+    linear_attention_freq="[1,0,1,1,0]",
+    init_method_std=0.3,
+    norm_epsilon=1e-3,
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=16,
+    linear_value_head_dim=12,
+    linear_num_key_heads=4,
+    linear_num_value_heads=4,
+)
 CONVOLVING = replace(
     LLAMA,
     qk_layernorm=True,
@@ -237,6 +253,8 @@ MODELS = {
         **EXPERTS | {"hybrid_override_pattern": "ME*EM", "moe_layer_freq": "1"},
         moe_latent_size=10,
     ),
+    "kimi": KIMI,
+    "kimi, experts": replace(KIMI, **EXPERTS, q_lora_rank=None),
     "delta": DELTA,
     "convolving": CONVOLVING,
     "convolving tied": replace(CONVOLVING, untie_embeddings_and_output_weights=False),

@@ -75,6 +75,47 @@ DELTA: dict[str, Case] = {
         flags(tp=2, dp=2, strategy="optim") | {"optimizer": "muon"},
     ),
 }
+KIMI: dict[str, Case] = {
+    "kimi, alone": (1, "kimi", flags() | DROP),
+    "kimi, tensor and context parallel, ZeRO-3": (
+        8,
+        "kimi",
+        flags(tp=2, sequence=True, dp=2, strategy="optim_grads_params") | context(2, "p2p"),
+    ),
+    "kimi, documents of one token": (2, "kimi", flags(tp=2) | ONES),
+    "kimi, sequence parallel, whole layers recomputed": (
+        4,
+        "kimi",
+        flags(tp=4, sequence=True) | FULL,
+    ),
+    "kimi, gathered latents, recomputed": (
+        2,
+        "kimi",
+        flags() | context(2, "all_gather") | selective("core_attn", "layernorm"),
+    ),
+    "kimi, exchanged heads, recomputed": (
+        2,
+        "kimi",
+        flags() | context(2, "a2a") | selective("core_attn", "mlp"),
+    ),
+    "kimi, deferred weights, uneven stages": (
+        4,
+        "kimi",
+        flags(tp=2, pp=2, sequence=True) | BUBBLES,
+    ),
+    "kimi, moved": (2, "kimi", flags(tp=2, sequence=True) | MOVED),
+    "kimi, experts on ranks": (
+        4,
+        "kimi, experts",
+        flags(tp=2, sequence=True, dp=2) | {"expert_model_parallel_size": 2},
+    ),
+    "kimi, further predictions, clipped logits, Muon, ZeRO-1": (
+        4,
+        "kimi",
+        flags(tp=2, dp=2, strategy="optim")
+        | {"optimizer": "muon", "mtp_num_layers": 2, "qk_clip": True, "qk_clip_threshold": 0.4},
+    ),
+}
 HYBRID: dict[str, Case] = {
     "hybrid, tensor and context parallel, ZeRO-3, tied": (
         8,
@@ -227,7 +268,7 @@ CONVOLVING: dict[str, Case] = {
         flags(tp=2, dp=2, strategy="optim") | {"optimizer": "muon"},
     ),
 }
-CASES = DELTA | HYBRID | PREDICTING | CONVOLVING
+CASES = DELTA | KIMI | HYBRID | PREDICTING | CONVOLVING
 WHOLE_ROWS = [case for case in CASES if "documents" not in case and "experts" not in case]
 WHOLE_ROWS += [case for case in PREDICTING if "experts" in case]
 
@@ -240,6 +281,7 @@ WHOLE_ROWS += [case for case in PREDICTING if "experts" in case]
         "fewer microbatches than stages",
         "moved",
         "adapters with magnitudes, exchanged heads",
+        "kimi, tensor and context parallel, ZeRO-3",
         *list(HYBRID)[5::3],
         "further tokens with the same weights, deferred weights, ZeRO-2",
         "convolutions, moved, ring",

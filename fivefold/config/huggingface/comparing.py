@@ -77,7 +77,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
         unused += [name for name in told if name.startswith("longrope_")]
     if model.rope_type == "rope":
         unused.append("original_max_position_embeddings")
-    if model.experimental_attention_variant != "gated_delta_net":
+    if not model.has_linear_attention:
         unused += OF_DELTA_NET
     if not model.has_linear_layers or model.hybrid_override_pattern is not None:
         unused += OF_CONVOLUTIONS

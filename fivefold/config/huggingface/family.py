@@ -51,13 +51,14 @@ class Tensors:
         joint_mlp: whether gate and up are one linear layer.
         experts: how weights of experts lie: each by itself, or together: as here, with gate and up
             after one another; transposed; transposed, with gate and up alternating.
-        also: how else they may lie: together, or not transposed.
+        also: how else they may lie: together, or not transposed; or where else dense MLPs may.
         apart: linear layers of ours that are several there: these, in order.
         pairs: whether rotary features are stored as pairs of neighbours, not as two halves; None:
             `rope_interleave` of the config.json says so.
         index_pairs: whether those of an indexer are.
         transposed: whether linear layers are.
         bias_in_row: whether a router's bias is the one row of a matrix.
+        linear: module of linear attention in a layer that has it.
         predicts: whether there may be layers after the last, which predict further tokens.
         further: how their names begin, if they have numbers of their own; empty: those that follow
             the last layer's.
@@ -75,12 +76,13 @@ class Tensors:
     joint_qkv: Literal["in_turn", "by_head"] | None = None
     joint_mlp: bool = False
     experts: Literal["each", "together", "transposed", "alternating"] = "each"
-    also: Literal["together", "untransposed"] | None = None
+    also: Literal["together", "untransposed", "mixtures"] | None = None
     apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     pairs: bool | None = False
     index_pairs: bool = False
     transposed: bool = False
     bias_in_row: bool = False
+    linear: str = ".linear_attn."
     predicts: bool = False
     further: str = ""
     left_out: tuple[str, ...] = ()

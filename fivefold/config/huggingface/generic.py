@@ -41,6 +41,14 @@ def read_balancing(reader: Reader) -> None:
     reader.without_effect("output_router_logits", "router_aux_loss_coef")
 
 
+def refuse_shared_keys(reader: Reader, heads: int, default: int | None) -> None:
+    """Report key heads that several query heads share, where each has keys of its own."""
+    found = reader.optional_size("num_key_value_heads", default=default)
+    if found not in (None, heads):
+        why = f"each of num_attention_heads {heads} has keys of its own"
+        reader.unsupported("num_key_value_heads", found, [heads], why)
+
+
 def refuse_one_expert(reader: Reader, chosen: int) -> None:
     """Report one expert a token, of routers that divide sigmoids by the sum of those chosen."""
     if chosen == 1:

@@ -92,7 +92,6 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "phimoe": "its router chooses one expert after the other (SparseMixer)",
         "minimax": "most layers have lightning attention",
         "bailing_hybrid": "most layers have Kimi Delta Attention, whose decay is of each feature",
-        "kimi_linear": "most layers have Kimi Delta Attention, whose decay is of each feature",
         "longcat_flash": "a layer has two attentions, and experts that compute nothing",
         **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), "layers have Mamba, not Mamba-2"),
     }

@@ -27,7 +27,9 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "v_channels": ("v_head_dim",),
         "value_multiplier": ("attention_value_scale",),
         "ffn_hidden_size": ("intermediate_size", "n_inner", "ffn_hidden_size"),
-        "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+        "max_position_embeddings": (
+            *("max_position_embeddings", "n_positions", "model_max_length"),
+        ),
         "norm_epsilon": (
             *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
         ),
@@ -67,11 +69,11 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "num_experts": (
             *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
         ),
-        "moe_router_topk": ("num_experts_per_tok", "moe_k", "moe_topk"),
+        "moe_router_topk": ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"),
         "moe_router_topk_scaling_factor": (
             *("routed_scaling_factor", "router_scaling_factor", "route_scale"),
         ),
-        "moe_router_num_groups": ("n_group",),
+        "moe_router_num_groups": ("n_group", "num_expert_group"),
         "moe_router_group_topk": ("topk_group",),
         "moe_ffn_hidden_size": ("moe_intermediate_size",),
         "attention_chunk_size": ("attention_chunk_size",),

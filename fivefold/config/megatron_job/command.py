@@ -12,9 +12,9 @@ import yaml
 from fivefold.config.megatron_job.harmless import is_harmless
 from fivefold.config.megatron_job.relatives import is_pretraining
 from fivefold.config.megatron_job.release import Argument
-from fivefold.config.shell.script import ShellScript
-from fivefold.config.shell.unknown import dollar, is_unknown, readable, unknown_names
 from fivefold.errors import ConfigError, Mistake
+from fivefold.shell.script import ShellScript
+from fivefold.shell.unknown import dollar, is_unknown, readable, unknown_names
 
 _OPEN = re.compile(r"\$[\w{(@*!#]|`")
 _MODEL_ARGS = re.compile(r"^MODEL_ARGS:", re.MULTILINE)

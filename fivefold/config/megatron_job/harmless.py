@@ -3,7 +3,7 @@
 # Beginnings of names of what belongs to another program, or to a switch of its own.
 _OF_OTHERS = """
     bert_ biencoder_ dino_ ft_ grpo_ ict_ img_ inference_ inprocess_ kitchen_attention_ langrl_
-    mamba_ mask_ moe_hybridep_ num_layers_at_ qk_clip_ refit_ relative_attention_ retriever_ rl_
+    mamba_ mask_ moe_hybridep_ num_layers_at_ refit_ relative_attention_ retriever_ rl_
     max_tokens_to_oom swin_ vision_backbone_ dsa_ indexer_ app_tag_
 """
 # Beginnings of names of what is logged, how files are laid out, and how data are fetched.

@@ -141,6 +141,8 @@ def _positions(job: MegatronJob, mistakes: Mistakes) -> Named:
     kind = "rope" if rotates else kind
     if not job["add_position_embedding"] and kind != "rope":
         kind = "none"
+    if job["multi_latent_attention"] and kind == "none":
+        kind = "rope"  # latent attention turns by itself there
     yield from needed(job, "max_position_embeddings", mistakes)
     yield "position_embedding_type", kind
     if kind != "rope":

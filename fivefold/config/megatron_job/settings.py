@@ -66,6 +66,7 @@ _SWITCHES: tuple[tuple[str, str], ...] = (
     ("moe_", "num_experts"),
     ("expert_", "num_experts"),
     ("mtp_", "mtp_num_layers"),
+    ("qk_clip_", "qk_clip"),
     ("fp8_", "fp8"),
     ("offload_", "fine_grained_activation_offloading"),
     ("min_offloaded_", "fine_grained_activation_offloading"),

@@ -219,6 +219,13 @@ def of_optimizer(job: MegatronJob, lost: list[str]) -> Named:
     else:
         job.mention("muon_tp_mode")
     yield from job.same("lr", "min_lr", "lr_decay_style", "clip_grad")
+    if job["qk_clip"]:
+        yield from job.same("qk_clip", "qk_clip_alpha", "qk_clip_threshold")
+        if job["mtp_num_layers"]:
+            lost.append(
+                "qk_clip: it clips no head of further predictions, and here all are clipped"
+            )
+    yield from job.same("log_max_attention_logit")
     yield from job.same("decoupled_lr")
     if job["decoupled_lr"] is not None and job["lr_decay_style"] != "constant":
         yield from job.same("decoupled_min_lr")

@@ -217,6 +217,7 @@ DEPENDENTS = (
         "--bf16",
     ),
     where(" ".join(OF_MUON), "optimizer = muon", "is for matrices that Muon updates"),
+    where("qk_clip_alpha qk_clip_threshold", "qk_clip = true", "says how logits are clipped"),
     where(
         " ".join(("loss_scale", *SCALE_BY_TRIAL)),
         "precision = fp16",

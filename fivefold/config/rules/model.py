@@ -249,8 +249,11 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
             "where all linear layers of a block do",
             works=("--no-add-qkv-bias", "--add-bias-linear"),
         )
-    if model.position_embedding_type != "rope":
-        mistakes.add("multi_latent_attention needs position_embedding_type rope")
+    if model.position_embedding_type == "learned_absolute":
+        mistakes.add(
+            "multi_latent_attention has no learned positions",
+            works=("--position-embedding-type rope", "--position-embedding-type none"),
+        )
 
 
 def _check_values(model: ModelConfig, mistakes: Mistakes) -> None:

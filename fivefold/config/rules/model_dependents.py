@@ -44,13 +44,15 @@ OF_MODELS = (
     where(
         " ".join(OF_CONVOLUTIONS),
         "experimental_attention_variant = gated_delta_net or "
+        "experimental_attention_variant = kimi_delta_attention or "
         "experimental_attention_variant = short_convolution",
         "is for layers with linear attention, or short convolutions",
         "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",
     ),
     where(
         " ".join(OF_DELTA_NET),
-        "experimental_attention_variant = gated_delta_net",
+        "experimental_attention_variant = gated_delta_net or "
+        "experimental_attention_variant = kimi_delta_attention",
         "is for layers with linear attention",
         "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",
     ),

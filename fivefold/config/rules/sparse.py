@@ -28,6 +28,7 @@ _LACKING = (
     ("attn_logit_softcapping", "a cap of its scores"),
     ("softmax_type", "learned sinks"),
     ("attention_dropout", "dropout of probabilities"),
+    ("position_embedding_type", "other positions than those of RoPE"),
 )
 
 

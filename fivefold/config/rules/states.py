@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from fivefold.config.by_layer import LINEAR_VARIANTS
 from fivefold.config.divisors import divisors, nearest
 from fivefold.config.layer_pattern import layers_of, letters, mixers
 from fivefold.config.model import ModelConfig
@@ -11,7 +12,10 @@ from fivefold.errors import Mistakes
 
 _OFF = "--hybrid-override-pattern none"
 _OF_VARIANT: Mapping[str, str] = MappingProxyType(
-    {"gated_delta_net": "linear attention", "short_convolution": "short convolutions"}
+    {
+        **dict.fromkeys(LINEAR_VARIANTS, "linear attention"),
+        "short_convolution": "short convolutions",
+    }
 )
 """What layers have that keep a state, by `experimental_attention_variant`."""
 
@@ -31,6 +35,7 @@ def check_states(model: ModelConfig, mistakes: Mistakes) -> None:
             _check_hybrid(model, model.hybrid_override_pattern, mistakes)
     elif model.has_linear_layers:
         _check_linear(model, mistakes)
+        _check_kimi(model, mistakes)
 
 
 def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -71,6 +76,21 @@ def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
             f"{values / keys:.2f} (must be whole)",
             works=[f"--linear-num-key-heads {n}" for n in nearest(keys, divisors(values))],
         )
+
+
+def _check_kimi(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Check what Kimi Delta Attention has not."""
+    if not model.fades_features:
+        return
+    name = "experimental_attention_variant kimi_delta_attention"
+    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    if keys != values:
+        mistakes.add(
+            f"{name} has a value head for each key head, and there are {values} for {keys}",
+            works=(f"--linear-num-key-heads {values}", f"--linear-num-value-heads {keys}"),
+        )
+    if model.lora_rank is not None:
+        mistakes.add(f"{name} has no adapters", works=("--lora-rank none",))
 
 
 def _check_further(model: ModelConfig, mistakes: Mistakes) -> None:

@@ -84,7 +84,8 @@ class Queries:
 
     def meet(self, keys: Keys) -> None:
         """Attend to more keys: merge their partial outputs into `out` and `lse`."""
-        heads, kernel = self._heads(keys), self._kernel(keys)
+        heads = self._heads(keys)
+        kernel = self._kernel(keys, self.scores.of_heads(*heads))
         (q, merged), (k, v) = self._views, _heads_first(keys.k, keys.v)
         every = 0, k.shape[1]
         for block in keys.blocks:
@@ -104,7 +105,7 @@ class Queries:
 
     def meet_backward(self, keys: Keys) -> tuple[Tensor, Tensor]:
         """Add to `dq`; return the gradients of these keys and values in at least fp32."""
-        heads, kernel = self._heads(keys), self._kernel(keys)
+        heads, kernel = self._heads(keys), self._kernel(keys, self.scores.unnoted)
         dk = torch.zeros_like(keys.k, dtype=self.wide)
         dv = torch.zeros_like(keys.v, dtype=self.wide)
         (grad, q, out, dq), (k, v, *sums) = self._views, _heads_first(keys.k, keys.v, dk, dv)
@@ -134,8 +135,8 @@ class Queries:
         first, last = keys.heads or (0, self.num_kv_heads)
         return first * shared, last * shared
 
-    def _kernel(self, keys: Keys) -> BlockKernel:
-        return choose_kernel(self.q, keys.v, self._dropout(keys), self.scores)
+    def _kernel(self, keys: Keys, scores: Scores) -> BlockKernel:
+        return choose_kernel(self.q, keys.v, self._dropout(keys), scores)
 
     def _dropout(self, keys: Keys) -> PairDropout | None:
         if self.drop is None:

@@ -270,7 +270,7 @@ class Flex:
 
 @dataclass(frozen=True)
 class OwnOnCuda:
-    """FlashAttention that drops by names and caps scores, where `runs_own`.
+    """FlashAttention that drops by names, caps scores and notes them, where `runs_own`.
 
     Attributes:
         drop: dropout of the probabilities between all queries and keys that blocks are of.

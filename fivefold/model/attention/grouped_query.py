@@ -81,10 +81,10 @@ def attention(
 ) -> Tensor:
     """Attention by the cheapest implementation that supports the request.
 
-    With documents, a window, sinks, dropout, a cap, or values of another size than keys: one call
-    of FlashAttention where it runs, with dropout or a cap our own. Elsewhere, and for a sequence
-    slice with earlier keys: block by block, which skips blocks that nothing sees, or document by
-    document. Otherwise PyTorch's fused attention. Where an index chooses keys, our own.
+    With documents, a window, sinks, dropout, a cap, scores to note, or values of another size than
+    keys: one call of FlashAttention where it runs, our own for dropout and scores. Elsewhere, and
+    for a sequence slice with earlier keys: block by block, which skips blocks that nothing sees, or
+    document by document. Otherwise PyTorch's fused attention. Where an index chooses keys, our own.
     """
     if scope.index is not None:
         scale = scope.scores.factor(q_BSND.shape[3])
@@ -105,7 +105,7 @@ def in_one_call(
     q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope, drop: HeadDropout | None
 ) -> bool:
     """Whether `attention` is one fused operation here, whatever the documents."""
-    ours = drop is not None or scope.scores.cap is not None or scope.index is not None
+    ours = drop is not None or not scope.scores.by_any_kernel or scope.index is not None
     if ours or k_BLGD.shape[1] > q_BSND.shape[1]:
         return False
     special = _special(q_BSND, k_BLGD, v_BLGD, scope)
@@ -116,8 +116,8 @@ def in_one_call(
 def _special(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> bool:
     """Whether PyTorch's fused attention lacks what is asked for, apart from documents."""
     limited = scope.window is not None and scope.window + 1 < k_BLGD.shape[1]
-    capped = scope.scores.cap is not None
-    return limited or capped or scope.sinks is not None or v_BLGD.shape[3] != q_BSND.shape[3]
+    ours = not scope.scores.by_any_kernel
+    return limited or ours or scope.sinks is not None or v_BLGD.shape[3] != q_BSND.shape[3]
 
 
 def _packed_kernel(
@@ -127,7 +127,7 @@ def _packed_kernel(
 
     None: nothing does, or PyTorch's fused attention does. `special`: as by `_special`.
     """
-    if drop is not None or scope.scores.cap is not None:
+    if drop is not None or not scope.scores.by_any_kernel:
         return PackedOwn(drop, scope.scores) if runs_own(q_BSND, v_BSGD, drop) else None
     asked, scale = special or scope.documents is not None, scope.scores.scale
     return PackedFlash(scale) if asked and not lacking_packed(q_BSND, v_BSGD) else None
@@ -260,6 +260,17 @@ class AttentionBlock(LayerBlock):
         documents = context.packing if self.reach.chunk is None else context.chunks
         return Scope(documents, self.reach.window, share, sinks, self.scores)
 
+    def clipped(self, share_N: Tensor, alpha: float) -> dict[str, Tensor]:
+        """Factors of the rows of whole weights, by linear layer, for logits of a share of theirs.
+
+        QK-clip as in Megatron-LM: what a weight of queries has not of the share, keys have.
+
+        Args:
+            share_N: what each query head of the model is to keep of its logits.
+            alpha: the power of it that the weights of queries get.
+        """
+        raise NotImplementedError
+
     def _tempered(self, q_BSND: Tensor, context: Context) -> Tensor:
         """Queries, by factors of their positions where the layer has some."""
         if not self.tempers or context.temperature is None:
@@ -314,6 +325,16 @@ class Attention(AttentionBlock):
             for linear, D in zip((self.k_proj, self.v_proj), sizes, strict=True):
                 if linear is not None:
                     linear.use(slice(head * D, (head + 1) * D))
+
+    def clipped(self, share_N: Tensor, alpha: float) -> dict[str, Tensor]:
+        """See `AttentionBlock`; heads that share a key keep the least that one of them may."""
+        D, each = self.model.query_dim, self.model.query_outputs // self.model.num_attention_heads
+        share_Gn = share_N.view(self.model.num_kv_heads, -1)
+        least_G = share_Gn.amin(1)
+        query_N1 = least_G[:, None].expand_as(share_Gn).reshape(-1, 1) ** alpha
+        rows_NR = torch.cat((query_N1.expand(-1, D), torch.ones(len(share_N), each - D)), dim=1)
+        keys_R = (least_G ** (1 - alpha)).repeat_interleave(D)
+        return {"q_proj": rows_NR.flatten(), "k_proj": keys_R}
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""

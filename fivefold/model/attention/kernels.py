@@ -50,7 +50,7 @@ class BlockKernel(Protocol):
 def choose_kernel(
     q: Tensor, v: Tensor, drop: PairDropout | None = None, scores: Scores = USUAL
 ) -> BlockKernel:
-    """The fastest kernel that supports these queries and values, drops and caps.
+    """The fastest kernel that supports these queries and values, drops, and makes these scores.
 
     Args:
         q: queries.
@@ -58,7 +58,7 @@ def choose_kernel(
         drop: dropout of the probabilities between all queries and keys that blocks are of.
         scores: how scores are made of q k^T.
     """
-    if drop is not None or scores.cap is not None:
+    if drop is not None or not scores.by_any_kernel:
         kind = OwnOnCuda if runs_own(q, v, None if drop is None else drop.heads) else Plain
         return kind(drop, scores)
     name = next(name for name, (_, lacking) in KERNELS.items() if not lacking(q, v))
@@ -98,6 +98,7 @@ class Plain:
         for rows, keys in _rows(block):
             scores = self._scores(q[:, :, rows] * scale, k[:, :, keys], seen, rows)
             lse = scores.logsumexp(-1)
+            self.scores.note(scores.amax(-1))
             p = self._drop((scores - lse[..., None]).exp(), block, rows, keys)
             outs.append((_grouped(p, v) @ v[:, :, None, keys]).flatten(1, 2))
             lses.append(lse)

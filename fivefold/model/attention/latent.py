@@ -70,6 +70,16 @@ class LatentAttention(AttentionBlock):
             scale = more * self.scores.factor(model.query_dim)
             self.scores = replace(self.scores, scale=scale)
 
+    def clipped(self, share_N: Tensor, alpha: float) -> dict[str, Tensor]:
+        """See `AttentionBlock`; the rotary key, which heads share, stays as it is."""
+        model, share_N1 = self.model, share_N[:, None]
+        sizes = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
+        plain, rotary, value = (torch.ones(1, size).double() for size in sizes)
+        queries_NR = torch.cat((share_N1**alpha * plain, share_N1 * rotary), dim=1)
+        pairs_NR = torch.cat((share_N1 ** (1 - alpha) * plain, value.expand(len(share_N), -1)), 1)
+        query = "q_proj" if self.q_b_proj is None else "q_b_proj"
+        return {query: queries_NR.flatten(), "kv_b_proj": pairs_NR.flatten()}
+
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
         scope, drop, drops = self._scope(context), context.layer.heads, context.layer.adapters
@@ -117,11 +127,13 @@ class LatentAttention(AttentionBlock):
         (q_TF,) = self.project(query, linear, drops=context.layer.adapters)
         heads = q_TF.shape[1] // self.model.query_dim
         q_BSND = context.by_rows(q_TF, heads)
-        q_BSND = context.rotary[self.local].rotate(q_BSND, self.model.qk_head_dim)
+        if self.rotates:
+            q_BSND = context.rotary[self.local].rotate(q_BSND, self.model.qk_head_dim)
         return self._tempered(q_BSND, context)
 
     def _shared_key(self, key_TR: Tensor, context: Context) -> Tensor:
-        return context.rotary[self.local].rotate(context.by_rows(self.spread(key_TR), 1))
+        key_BS1R = context.by_rows(self.spread(key_TR), 1)
+        return context.rotary[self.local].rotate(key_BS1R) if self.rotates else key_BS1R
 
     def _from_latents(
         self,

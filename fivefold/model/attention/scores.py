@@ -1,7 +1,8 @@
 """Scores of attention: what a query and a key have to do with each other, before the softmax."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from fivefold.model.caps import capped_, slope
@@ -14,10 +15,35 @@ class Scores:
     Attributes:
         scale: what q k^T is multiplied by; None: 1 / sqrt(D).
         cap: c, where scores become c tanh(scores / c); None: they stay as they are.
+        largest: [N], where the largest score of each query head with a key that it sees is noted,
+            if it is above what is there; None: nowhere.
     """
 
     scale: float | None = None
     cap: float | None = None
+    largest: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def by_any_kernel(self) -> bool:
+        """Whether kernels that show no score make them."""
+        return self.cap is None and self.largest is None
+
+    @property
+    def unnoted(self) -> "Scores":
+        """Those of a backward, which makes the same again."""
+        return self if self.largest is None else replace(self, largest=None)
+
+    def of_heads(self, first: int, last: int) -> "Scores":
+        """Those of some of the query heads."""
+        if self.largest is None:
+            return self
+        return replace(self, largest=self.largest[first:last])
+
+    def note(self, most_BNS: Tensor) -> None:
+        """Note the largest scores of queries."""
+        if self.largest is not None:
+            found_N = most_BNS.amax((0, 2)).to(self.largest.dtype)
+            torch.maximum(self.largest, found_N, out=self.largest)
 
     def factor(self, features: int) -> float:
         """What q k^T is multiplied by, for queries of so many features."""

@@ -87,7 +87,7 @@ class PackedFlash:
 
 @dataclass(frozen=True)
 class PackedOwn:
-    """FlashAttention that drops by names and caps scores, where `cuda_kernels.runs_own`.
+    """FlashAttention that drops by names, caps and notes scores, where `cuda_kernels.runs_own`.
 
     Attributes:
         drop: dropout of the probabilities; its ids are those of the T tokens.

@@ -1,4 +1,5 @@
-"""FlashAttention with dropout by names, or caps, as Triton kernels: no score or mask is ever held.
+"""FlashAttention with dropout by names, caps or noted scores, as Triton kernels: no score or mask
+is ever held.
 
 The algorithm is that of FlashAttention-2 (Dao 2023), for pieces of several lengths that lie end to
 end; a probability's mask is made in registers from its names, forward and backward. Imported only
@@ -76,9 +77,12 @@ def forward(
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), _by_query(q)
+    largest = None if scores.largest is None else _by_query(q)
     numbers, constants = _common(q, k, v, seen, drop, scores)
     grid = _grid(seen, seen.longest[0], q.shape[1], constants["rows"])
-    launch(_forward, grid, q, k, v, out, lse, *numbers, **constants)
+    launch(_forward, grid, q, k, v, out, lse, largest, *numbers, **constants)
+    if largest is not None:
+        scores.note(largest[None])
     return out, lse
 
 
@@ -158,6 +162,7 @@ def _forward(  # type: ignore[no-untyped-def]
     v,
     out,
     lse,
+    largest,
     starts_q,
     starts_k,
     ids_q,
@@ -221,6 +226,8 @@ def _forward(  # type: ignore[no-untyped-def]
     store_tile(out, found / total[:, None], first_q, i, queries, heads, head, values, value_size)
     place = first_q + i + head * all_queries
     tl.store(lse + place, most + tl.log(total), mask=i < queries)
+    if largest is not None:
+        tl.store(largest + place, most, mask=i < queries)
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """The gated delta rule of chunks of tokens, after a short causal convolution.
 
+What rules that correct states have in common is here, too; `kimi_delta_rule` has another one.
+
 Of each value head there is a state S [K, V]. A token with key k, value v, decay a in (0, 1] and
 rate b in (0, 1) makes S <- a S, and then moves what k reads from it towards v:
 S <- S + k (b (v - S^T k))^T (Yang et al., "Gated Delta Networks", 2024). Its query reads S^T q.
@@ -61,25 +63,32 @@ def _chunks(
     each value head the logarithm of how fast it forgets, and what is added to what tokens say of
     it. Mixed are a query, a key and r values; rates are r numbers for rates, then r for decays.
     """
-    heads = mixed_BLGF.shape[2]
     wide = torch.promote_types(mixed_BLGF.dtype, torch.float32)
     taps, decay, bias = (parameter.to(wide) for parameter in parameters)
-    mixed_TF, rates_TGR = mixed_BLGF.flatten(2).flatten(0, 1), rates_BLGR.flatten(0, 1).to(wide)
-    mixed_TF = F.silu(convolved(mixed_TF.to(wide), taps, of.position))
-    split = [group.key, group.key, group.shared * group.value]
-    q, k, v = mixed_TF.unflatten(1, (heads, -1)).split(split, dim=-1)
-    rate, slow = rates_TGR.chunk(2, dim=-1)
+    heads, (rate, slow) = mixed_BLGF.shape[2], rates_BLGR.flatten(0, 1).to(wide).chunk(2, dim=-1)
     fade_TGr = -decay.exp().view(heads, -1) * F.softplus(slow + bias.view(heads, -1))
-    chunks = DeltaChunks(
+    mixed = mixed_chunks(mixed_BLGF, taps, group, of)
+    return DeltaChunks(*mixed, learning(rate, of), by_chunk(fade_TGr, of, 3))
+
+
+def mixed_chunks(
+    mixed_BLGF: Tensor, taps: Tensor, group: StateGroup, of: DocumentChunks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys [N, G, C, K], divided by their lengths, and values [N, G, r, C, V]."""
+    mixed_TF = convolved(mixed_BLGF.flatten(2).flatten(0, 1).to(taps.dtype), taps, of.position)
+    split = [group.key, group.key, group.shared * group.value]
+    q, k, v = F.silu(mixed_TF).unflatten(1, (mixed_BLGF.shape[2], -1)).split(split, dim=-1)
+    return (
         by_chunk(unit(q) * group.key**-0.5, of, 2),
         by_chunk(unit(k), of, 2),
         by_chunk(v.unflatten(2, (group.shared, -1)), of, 3),
-        by_chunk(rate.sigmoid(), of, 3),
-        by_chunk(fade_TGr, of, 3),
     )
-    if of.real is None:
-        return chunks
-    return chunks._replace(rate=chunks.rate * of.real[:, None, None])
+
+
+def learning(rate_TGr: Tensor, of: DocumentChunks) -> Tensor:
+    """How far each token corrects a state [N, G, r, C], 0 where a place does not count."""
+    rate = by_chunk(rate_TGr.sigmoid(), of, 3)
+    return rate if of.real is None else rate * of.real[:, None, None]
 
 
 def unit(x: Tensor) -> Tensor:
@@ -95,22 +104,53 @@ def _walk(chunks: Sequence[Tensor], active: Sequence[int]) -> Tensor:
     k_each, q_each = k[:, :, None], q[:, :, None]
     meets = (k @ k.mT)[:, :, None] * left * rate[..., None]
     reads = (q @ k.mT)[:, :, None] * left
-    asked = torch.cat((v, k_each * begun), dim=-1) * rate[..., None]
+    corrections = corrected(meets, v, k_each * begun, rate)
+    k_left, kept = k_each * left[..., -1, :, None], begun[..., -1:, :]
+    return walked(StatesMeet(*corrections, q_each * begun, reads, k_left, kept), active)
+
+
+def corrected(meets: Tensor, v: Tensor, k_begun: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+    """Of all tokens of a chunk at once, each after those before it: what they would write, were the
+    state before the chunk zero [..., C, V], and what they read of it [..., C, K].
+
+    Args:
+        meets: what of each earlier token's key is met, times the rate; above the diagonal unused.
+        v: values.
+        k_begun: keys, times what is left of the state before the chunk.
+        rate: how far each token corrects.
+    """
+    asked = torch.cat((v, k_begun), dim=-1) * rate[..., None]
     solved = torch.linalg.solve_triangular(meets, asked, upper=False, unitriangular=True)
-    fresh, stale = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    per_chunk = (
-        fresh,  # corrections, were the state zero
-        stale,  # what of the state they read
-        q_each * begun,
-        reads,
-        k_each * left[..., -1, :, None],
-        begun[..., -1:, :],
-    )
-    state = v.new_zeros(active[0], *v.shape[1:3], k.shape[-1], v.shape[-1])
+    fresh, stale = solved.split([v.shape[-1], k_begun.shape[-1]], dim=-1)
+    return fresh, stale
+
+
+class StatesMeet(NamedTuple):
+    """What chunks do to the states that they meet, and these to them.
+
+    Attributes:
+        fresh, stale: as `corrected` gives them.
+        q_read: queries, times what is left of the state before the chunk.
+        reads: what queries read of what is written within the chunk [..., C, C].
+        k_left: keys, times what is left at the chunk's end of what they have written.
+        kept: what is left of the state itself then, [..., 1 or K, 1].
+    """
+
+    fresh: Tensor
+    stale: Tensor
+    q_read: Tensor
+    reads: Tensor
+    k_left: Tensor
+    kept: Tensor
+
+
+def walked(chunks: StatesMeet, active: Sequence[int]) -> Tensor:
+    """What queries read, chunk after chunk of each document; see `StateRule.walk`."""
+    first, key = chunks.fresh, chunks.stale.shape[-1]
+    state = first.new_zeros(active[0], *first.shape[1:3], key, first.shape[-1])
     outs = []
-    for fresh, stale, q_read, reads, k_left, kept in zip(
-        *(x.split(list(active)) for x in per_chunk), strict=True
-    ):
+    for step in zip(*(x.split(list(active)) for x in chunks), strict=True):
+        fresh, stale, q_read, reads, k_left, kept = step
         state = state[: len(fresh)]
         written = fresh - stale @ state
         outs.append(q_read @ state + reads @ written)

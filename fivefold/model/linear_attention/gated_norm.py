@@ -3,6 +3,7 @@
 Unlike other norms, their weights are never offsets from 1 (`apply_layernorm_1p`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from fivefold.model.leaves import local
 from fivefold.model.norms import inverse_root_mean_square
 from fivefold.model.traced import result
+
+Opening = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""What a gate multiplies with, and its slope."""
 
 
 class _GatedNorm(nn.Module):
@@ -21,12 +25,17 @@ class _GatedNorm(nn.Module):
 
 
 class NormThenGate(_GatedNorm):
-    """Each head divided by its root mean square, times a weight, times silu(gate)."""
+    """Each head divided by its root mean square, times a weight, times silu(gate), or
+    sigmoid(gate) if the gate is `bare`."""
+
+    def __init__(self, features: int, epsilon: float, *, bare: bool = False) -> None:
+        super().__init__(features, epsilon)
+        self.opening = _share if bare else _opened
 
     def forward(self, x_BSGF: Tensor, gate_BSGF: Tensor) -> Tensor:
         """[B, S, G, heads, features], computed in at least fp32."""
         x, gate = (each.unflatten(3, (-1, len(self.weight))) for each in (x_BSGF, gate_BSGF))
-        y: Tensor = _NormThenGate.apply(x, gate, local(self.weight), self.epsilon)
+        y: Tensor = _NormThenGate.apply(x, gate, local(self.weight), self.epsilon, self.opening)
         return y
 
 
@@ -45,26 +54,28 @@ class _NormThenGate(torch.autograd.Function):
     """Keeps what it reads, and no statistics."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, opening: Opening
+    ) -> Tensor:
         ctx.save_for_backward(x, gate, weight)
-        ctx.epsilon = epsilon
+        ctx.epsilon, ctx.opening = epsilon, opening
         wide = torch.promote_types(x.dtype, torch.float32)
         normed, _ = _normed(x.to(wide), epsilon)
-        opened, _ = _opened(gate.to(wide))
+        opened, _ = opening(gate.to(wide))
         return result(normed.mul_(weight.to(wide)).mul_(opened).to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
         normed, scale = _normed(x.to(wide), ctx.epsilon)
         of_y, factor = grad.to(wide), weight.to(wide)
-        opened, slope = _opened(gate.to(wide))
+        opened, slope = ctx.opening(gate.to(wide))
         gated = of_y * normed
         of_weight = (gated * opened).flatten(0, -2).sum(0)
         of_gate = gated * factor * slope
         of_x = _unnormed(of_y * factor * opened, normed, scale)
-        return of_x.to(x.dtype), of_gate.to(gate.dtype), of_weight.to(weight.dtype), None
+        return of_x.to(x.dtype), of_gate.to(gate.dtype), of_weight.to(weight.dtype), None, None
 
 
 class _GateThenNorm(torch.autograd.Function):
@@ -96,6 +107,12 @@ def _opened(gate: Tensor) -> tuple[Tensor, Tensor]:
     """silu(gate), and its slope."""
     share = gate.sigmoid()
     return gate * share, share * (1 + gate * (1 - share))
+
+
+def _share(gate: Tensor) -> tuple[Tensor, Tensor]:
+    """sigmoid(gate), and its slope."""
+    share = gate.sigmoid()
+    return share, share * (1 - share)
 
 
 def _normed(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

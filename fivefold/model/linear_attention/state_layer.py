@@ -106,7 +106,7 @@ class StateLayer(LayerBlock):
 
     @property
     def by_head(self) -> Sequence[Tensor]:
-        """What each head has learned beside projections and norms, [heads] each."""
+        """What heads have learned beside projections and norms, as much of each."""
         raise NotImplementedError
 
     def wrap_kernel(self, wrap: Callable[[Any], Any]) -> None:
@@ -118,21 +118,26 @@ class StateLayer(LayerBlock):
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; reads within the rows and documents of `context`."""
-        drops, group = context.layer.adapters, self.group
-        features = group.mixed + group.shared * group.value, self.rates * group.shared
+        mixed, rates, gate = self.told(x_TH, context)
+        if context.sequence is not None:
+            mixed, rates = context.sequence.join(self.site, mixed, rates)
+        within = Within(context.recurrence, context.part)
+        read = self.kernel(mixed, rates, self, within)[:, -gate.shape[1] :]
+        normed_TF = self.norm(read, gate).flatten(2).flatten(0, 1)
+        return self.project_back(normed_TF, self.out_proj, context.layer.adapters)
+
+    def told(self, x_TH: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """What is mixed, rates, and gates of what is read, [B, S, G, ...] each."""
+        group, drops = self.group, context.layer.adapters
         projected = self.project(x_TH, *self.projections, drops=drops)
+        features = group.mixed + group.shared * group.value, self.rates * group.shared
         made, rates = (
             x.view(context.rows, x.shape[0] // context.rows, -1, size)
             for x, size in zip(projected, features, strict=True)
         )
         # Copies, so that neither keeps the other's memory alive.
         mixed, gate = (x.contiguous() for x in made.tensor_split([group.mixed], dim=-1))
-        if context.sequence is not None:
-            mixed, rates = context.sequence.join(self.site, mixed, rates)
-        within = Within(context.recurrence, context.part)
-        read = self.kernel(mixed, rates, self, within)[:, -gate.shape[1] :]
-        normed_TF = self.norm(read, gate).flatten(2).flatten(0, 1)
-        return self.project_back(normed_TF, self.out_proj, drops)
+        return mixed, rates, gate
 
     def learned(self, groups: Span | None = None) -> tuple[Tensor, ...]:
         """What groups of this rank have learned beside projections; None: all of them."""
@@ -142,6 +147,5 @@ class StateLayer(LayerBlock):
         every = *mixed, *map(local, self.by_head)
         if groups is None:
             return every
-        sizes = [self.group.mixed] * len(mixed) + [self.group.shared] * len(self.by_head)
-        spans = (slice(groups[0] * size, groups[1] * size) for size in sizes)
-        return tuple(x[span] for x, span in zip(every, spans, strict=True))
+        held, (first, last) = len(mixed[0]) // self.group.mixed, groups
+        return tuple(x[first * len(x) // held : last * len(x) // held] for x in every)

@@ -40,6 +40,8 @@ MIXER_SHARE = 0.6
 STATE_OPERATIONS, STEP_OPERATIONS, SPACE_STEP_OPERATIONS = 70, 8, 2
 """Operations of PyTorch's states in each layer, and for each chunk of its sequences: of a delta
 rule, and of a state space."""
+HALVING_OPERATIONS = 75
+"""Further ones in each layer whose states forget features one by one."""
 _ROUTER_OPERATIONS = 25
 _PREPARATION: Mapping[Dispatcher, int] = MappingProxyType(
     {"alltoall": 11, "deepep": 1, "hybridep": 0}
@@ -65,6 +67,7 @@ def forward_operations(layout: Layout, kind: LayerKind, software: Software) -> i
         chunks = ceil(layout.config.training.seq_length / CHUNK)
         each = STEP_OPERATIONS if kind.mixer is None else SPACE_STEP_OPERATIONS
         operations += STATE_OPERATIONS + each * chunks
+        operations += HALVING_OPERATIONS * layout.config.model.fades_features
     mixer: Module = "mamba" if kind.mixer == "M" else "attn"
     if not kind.experts:
         alone = kind.mixer is not None and kind.attends

@@ -78,11 +78,10 @@ class LinearTimes:
             dw += elementwise(gpu, batch * n * k * ADDED)
         return Phases(forward, dx, dw)
 
-    def _joined(self, rows: list[int], tokens: int) -> Phases:
-        """Linear layers of the hidden state with these numbers of output rows, joined or not."""
+    def _joined(self, rows: list[int], tokens: int, inputs: int) -> Phases:
+        """Linear layers of one input with these numbers of output rows, joined or not."""
         parts = [sum(rows)] if self.software.joins_linears else rows
-        hidden = self.model.hidden_size
-        return sum((self._linear((n, hidden), tokens) for n in parts), Phases())
+        return sum((self._linear((n, inputs), tokens) for n in parts), Phases())
 
     def _projection(self, weight: tuple[int, ...]) -> Times:
         """Of two hidden states to one: as a column-parallel layer, whose features are gathered, or

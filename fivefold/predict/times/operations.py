@@ -83,7 +83,8 @@ class OperationTimes(LinearTimes):
             case ColumnLinear():
                 rows = [rows for rows, _ in weights]
                 each = len(rows) if self.software.gathers_each else 1
-                return self._column(lambda tokens: self._joined(rows, tokens), each=each)
+                joined = partial(self._joined, rows, inputs=op.inputs)
+                return self._column(joined, op.inputs / self.model.hidden_size, each)
             case LatentDown() | LatentLinear():
                 own = self.tokens // self.parts
                 return Times(sum((self._linear(weight, own) for weight in weights), Phases()))
@@ -136,9 +137,9 @@ class OperationTimes(LinearTimes):
         for weight in queries:
             times += self._column(partial(self._linear, weight), weight[1] / hidden)
         read = (keys[1] + op.shared) / hidden
-        layers = self.model.num_layers
-        kept = sum(map(self.config.keeps_latents, range(layers))) / layers
-        projected = sum(map(self.config.projects_latents, range(layers))) / layers
+        layers = self.model.softmax_layers
+        kept = sum(map(self.config.keeps_latents, layers)) / max(len(layers), 1)
+        projected = sum(map(self.config.projects_latents, layers)) / max(len(layers), 1)
         times += self._column(partial(self._linear, keys), read) * (1 - kept)
         every = self._linear(keys, self.tokens * self.grid.cp)
         moved = gather(self.cluster, self.tp, read * self.hidden_bytes) if self.parts > 1 else 0.0

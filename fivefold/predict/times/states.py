@@ -5,7 +5,7 @@ Within chunks its products are of all chunks at once; those with states are of o
 sequence and head after the other, which leaves multiprocessors idle.
 """
 
-from math import ceil
+from math import ceil, log2
 
 from fivefold.config.config import Config
 from fivefold.description.linear_attention import CHUNK, DeltaRule, GatedConvolution, Recurrence
@@ -53,7 +53,7 @@ def delta_rule(config: Config, gpu: Gpu, *, kernels: bool) -> Phases:
     steps = ceil(length / CHUNK)
     kind = config.training.precision if kernels else "fp32"
     many, one = rows * steps * values, rows * values
-    at_once = 2 * matmul(gpu, CHUNK, CHUNK, key, kind, rows * steps * keys)
+    at_once = _keys_met(gpu, key, kind, rows * steps * keys, halves=model.fades_features)
     at_once += matmul(gpu, CHUNK, key + value, CHUNK, kind, many)
     step = 2 * matmul(gpu, CHUNK, value, key, kind, one)  # what states hold for keys, for queries
     step += matmul(gpu, CHUNK, value, CHUNK, kind, one) + matmul(gpu, key, value, CHUNK, kind, one)
@@ -61,15 +61,28 @@ def delta_rule(config: Config, gpu: Gpu, *, kernels: bool) -> Phases:
         step -= 4 * gpu.launch
     mixed, heads = keys * 2 * key + values * value, values * (key + value)
     within, states = values * CHUNK, values * key * value / CHUNK
+    faded = keys * key * model.fades_features  # decays, of each feature
     if kernels:
         moved = _NARROW * (2 * mixed + 4 * keys * key + 3 * (within + heads) + 2 * states)
+        moved += _NARROW * 2 * faded
         launches = _KERNELS
     else:
         taps = 5 * sizes.taps * mixed  # pad, mask, product, sum, each apart
         moved = _WIDE * (taps + 8 * mixed + 12 * within + 10 * heads + 6 * states)
-        launches = 0  # the host's, see `layer.state_operations`
+        moved += _WIDE * (8 + 9 * log2(CHUNK)) * faded  # half of all tokens in each halving
+        launches = 0  # the host's, see `layer.forward_operations`
     forward = at_once + steps * step + elementwise(gpu, rows * length * moved, launches)
     return Phases(forward, BACKWARD * forward)
+
+
+def _keys_met(gpu: Gpu, key: int, kind: str, chunks: int, *, halves: bool) -> float:
+    """Seconds of what keys and queries of chunks meet of keys: chunk by chunk, or where states
+    forget features one by one, the later halves of the earlier ones, and so on within these."""
+    if not halves:
+        return 2 * matmul(gpu, CHUNK, CHUNK, key, kind, chunks)
+    sizes = [CHUNK >> level for level in range(1, CHUNK.bit_length())]
+    each = (matmul(gpu, n, n, key, kind, 2 * chunks * CHUNK // (2 * n)) for n in sizes)
+    return sum(each)
 
 
 def state_space(config: Config, gpu: Gpu, *, kernels: bool) -> Phases:

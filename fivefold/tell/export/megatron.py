@@ -14,7 +14,12 @@ from fivefold.tell.export.megatron_experts import (
 )
 from fivefold.tell.export.megatron_memory import lost_of_memory, memory_flags
 from fivefold.tell.export.megatron_model import fusion_flags, lost_of_the_model, model_flags
-from fivefold.tell.export.megatron_optimizer import its_sharding, lost_of_muon, optimizer_flags
+from fivefold.tell.export.megatron_optimizer import (
+    its_sharding,
+    lost_of_clipped_logits,
+    lost_of_muon,
+    optimizer_flags,
+)
 from fivefold.tell.export.megatron_pipeline import (
     its_pipeline,
     lost_in_the_pipeline,
@@ -53,6 +58,7 @@ def megatron(layout: Layout) -> Export:
         *lost_in_the_pipeline(said, layout, runs),
         *(lost_of_experts(said, layout, runs) if layout.config.model.num_experts else ()),
         *lost_of_muon(said, layout),
+        *lost_of_clipped_logits(said, layout),
         *_lost(said, layout, runs),
         *_lost_of_the_loss(said, layout),
         *said.unread("no flag there"),

@@ -185,8 +185,13 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         )
     if model.hybrid_override_pattern is not None:
         yield from _lost_of_hybrids(model, layout)
+    if model.multi_latent_attention and model.position_embedding_type == "none":
+        yield "its latent attention turns by RoPE, whatever position_embedding_type says"
     if model.is_sparse:
         yield from _lost_of_sparse(layout)
+    elif model.fades_features:
+        asked = said.told("experimental_attention_variant", *OF_LINEAR_ATTENTION)
+        yield f"its release 0.16 has no such layers: {asked}"
     elif model.experimental_attention_variant == "short_convolution":
         yield (
             "it has no short convolutions (experimental_attention_variant short_convolution): its "

@@ -39,6 +39,24 @@ def optimizer_flags(said: Settings, layout: Layout) -> Iterator[str]:
     if said["weight_decay_incr_style"] != "constant":
         yield from flags(said, "weight_decay_incr_style", "start_weight_decay", "end_weight_decay")
     yield from flags(said, "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+    yield from set_flag("qk_clip", said["qk_clip"])
+    if said["qk_clip"]:
+        yield from flags(said, "qk_clip_alpha", "qk_clip_threshold")
+    yield from set_flag("log_max_attention_logit", said["log_max_attention_logit"])
+
+
+def lost_of_clipped_logits(said: Settings, layout: Layout) -> Iterator[str]:
+    """What its QK-clip does otherwise, or cannot."""
+    if not said["qk_clip"]:
+        return
+    model, strategy = layout.config.model, said["data_parallel_sharding_strategy"]
+    if said["optimizer"] != "muon" and layout.config.parallel.sharding.splits_optimizer:
+        what = "its qk_clip scales whole masters, and fails where its optimizer splits them"
+        yield f"{what} (data_parallel_sharding_strategy = {strategy})"
+    if model.attention_output_gate:
+        yield "its qk_clip fails where projections of queries make gates (attention_output_gate)"
+    if model.mtp_num_layers:
+        yield f"its qk_clip leaves further predictions alone, mtp_num_layers {model.mtp_num_layers}"
 
 
 def lost_of_muon(said: Settings, layout: Layout) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fivefold.config.huggingface.family import Family, Fields, Tensors
 from fivefold.config.huggingface.fields import activation_name, rope_fields, size_fields
-from fivefold.config.huggingface.generic import read_stored_weights
+from fivefold.config.huggingface.generic import read_stored_weights, refuse_shared_keys
 from fivefold.config.huggingface.grouped_experts import (
     DEEPSEEK_NAMES,
     ONE_GROUP,
@@ -100,11 +100,7 @@ def read_latents(reader: Reader, kind: LatentLike = _THIRD) -> ModelConfig:
     }
     # Derived sizes, which transformers 5 also writes.
     turned = latents["qk_pos_emb_head_dim"]
-    heads = sizes["num_attention_heads"]
-    key_value_heads = reader.optional_size("num_key_value_heads", default=kind.heads)
-    if key_value_heads not in (None, heads):
-        why = f"each of num_attention_heads {heads} has keys of its own"
-        reader.unsupported("num_key_value_heads", key_value_heads, [heads], why)
+    refuse_shared_keys(reader, sizes["num_attention_heads"], kind.heads)
     reader.fixed("qk_head_dim", latents["qk_head_dim"] + turned)
     if kind.head_dim is None:
         reader.without_effect("head_dim")

@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from fivefold.config.shell.script import ShellScript
-from fivefold.config.shell.unknown import dollar, readable
 from fivefold.errors import ConfigError
+from fivefold.shell.script import ShellScript
+from fivefold.shell.unknown import dollar, readable
 
 BEGINS = """
 launch() { printf '<%s>' "$@"; printf '\\n'; }

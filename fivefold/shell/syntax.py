@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fivefold.config.shell.scan import REDIRECTIONS, Token, tokens
 from fivefold.errors import ConfigError
+from fivefold.shell.scan import REDIRECTIONS, Token, tokens
 
 _WITHIN = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
 _NAME = re.compile(r"[\w.:-]+")

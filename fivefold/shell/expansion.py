@@ -6,11 +6,11 @@ from fnmatch import translate
 from itertools import product
 from typing import Protocol
 
-from fivefold.config.shell.printed import PRINTED
-from fivefold.config.shell.scan import after_piece, end_of_word
-from fivefold.config.shell.sums import ShellSum
-from fivefold.config.shell.unknown import is_unknown, known_part, unknown, unknown_names
 from fivefold.errors import ConfigError
+from fivefold.shell.printed import PRINTED
+from fivefold.shell.scan import after_piece, end_of_word
+from fivefold.shell.sums import ShellSum
+from fivefold.shell.unknown import is_unknown, known_part, unknown, unknown_names
 
 _PARAMETER = re.compile(r"(!?)(\w+|[@*#?$!-])(?:\[([^]]*)\])?(.*)", re.DOTALL)
 _MOST = 1000  # numbers in braces

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from fivefold.config.shell.unknown import unknown
+from fivefold.shell.unknown import unknown
 
 _OF_PROCESSES = {"?": "0", "-": "", "IFS": " ", "RANDOM": unknown("RANDOM")}
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from types import MappingProxyType
 
-from fivefold.config.shell.sums import ShellSum
-from fivefold.config.shell.unknown import is_unknown
+from fivefold.shell.sums import ShellSum
+from fivefold.shell.unknown import is_unknown
 
 
 def _folder_of(fields: Sequence[str]) -> str | None:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from fivefold.config.shell.unknown import readable, unknown, unknown_names
 from fivefold.errors import ConfigError
+from fivefold.shell.unknown import readable, unknown, unknown_names
 
 _PIECE = re.compile(
     r"\s*(0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*|\ue000[^\ue001]*\ue001|\*\*|<<|>>|[<>=!]=|&&|\|\||"

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from types import MappingProxyType
 
-from fivefold.config.shell.conditions import Condition, tested
-from fivefold.config.shell.expansion import Expander, matches
-from fivefold.config.shell.scan import Token
-from fivefold.config.shell.syntax import (
+from fivefold.errors import ConfigError
+from fivefold.files import read_text
+from fivefold.shell.conditions import Condition, tested
+from fivefold.shell.expansion import Expander, matches
+from fivefold.shell.scan import Token
+from fivefold.shell.syntax import (
     Block,
     CaseOf,
     Chain,
@@ -21,14 +23,12 @@ from fivefold.config.shell.syntax import (
     Statement,
     parse,
 )
-from fivefold.config.shell.unknown import (
+from fivefold.shell.unknown import (
     known_part,
     readable,
     unknown_names,
 )
-from fivefold.config.shell.variables import Variables
-from fivefold.errors import ConfigError
-from fivefold.files import read_text
+from fivefold.shell.variables import Variables
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?)=(.*)", re.DOTALL)
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")

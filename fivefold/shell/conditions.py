@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from fivefold.config.shell.expansion import Expander, matches, words_of
-from fivefold.config.shell.unknown import known_part, readable, unknown_names
+from fivefold.shell.expansion import Expander, matches, words_of
+from fivefold.shell.unknown import known_part, readable, unknown_names
 
 _NUMBERS: Mapping[str, Callable[[int, int], bool]] = MappingProxyType(
     {
