@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 SMALL = replace(MIXTURE, num_layers=2, moe_layer_freq="[0,1]")
 ALONE = {"moe_shared_expert_intermediate_size": None}
 GATED = {"moe_shared_expert_gate": True}
+BRANCHED = {"moe_branch_norms": True, "norm_placement": "both"}
 PLAIN = {"gated_linear_unit": False, "add_bias_linear": True, "activation_func": "gelu"}
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5}
 LATENT = {
@@ -110,6 +111,18 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "allgather, parts, padded": (4, {}, {"ep": 2, "etp": 2, "dispatcher": "allgather", **PADS}),
     "moe again": (2, GATED, {"ep": 2, "cp": 2, **_again("moe")}),
     "moe again, tp": (2, {}, {"ep": 2, "tp": 2, **_again("moe", "layernorm")}),
+    "moe again, norms of branches": (2, BRANCHED, {"ep": 2, "tp": 2, **_again("moe")}),
+    "norms of branches, before softmax": (
+        1,
+        BRANCHED | {"moe_router_pre_softmax": True, "mtp_num_layers": 1},
+        {"precision": "bf16", "moe_router_dtype": "fp32"},
+    ),
+    "norms of branches, adapters": (
+        2,
+        BRANCHED | {"lora_rank": 2},
+        {"ep": 2, "dispatcher": "flex", **_again("shared_experts", "moe_act")},
+    ),
+    "halves again, norms of branches": (4, BRANCHED, HALVES | {"tp": 2} | _again(*OF_HALVES)),
     "moe_act again": (2, {}, {"ep": 2, **_again("moe_act")}),
     "routed and shared experts again": (
         2,
@@ -230,6 +243,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         "latents, tp, moe again",
         "halves again, gated, tp, layernorm",
         "halves again, latents gathered",
+        "moe again, norms of branches",
     ),
 )
 def test_experts_do_what_theory_says_of_their_tokens(name: str, tmp_path: Path) -> None:

@@ -258,6 +258,18 @@ SPARSE: dict[str, Any] = {
         (SPARSE | {"attention_dropout": 0.1}, "--attention-dropout 0.0"),
         (SPARSE | {"lora_rank": 4, "dsa_indexer_loss_coeff": 0.1}, "--lora-rank none"),
         (
+            {"num_experts": 4, "moe_branch_norms": True, "ffn_hidden_size": 8},
+            "works: --moe-shared-expert-intermediate-size 8",
+        ),
+        (
+            {"num_experts": 4, "moe_branch_norms": True, "norm_placement": "after"},
+            "works: --norm-placement both",
+        ),
+        (
+            {"num_experts": 4, "moe_branch_norms": True, "parallel_residual": True},
+            "works: --no-parallel-residual",
+        ),
+        (
             {"num_experts": 4, "moe_router_topk": 2, "moe_apply_probs_on_input": True},
             "--moe-router-topk 1",
         ),

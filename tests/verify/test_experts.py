@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.verify.cases import MIXTURE, config, named, verify_in_pool
+from tests.verify.cases import MIXTURE, chosen, config, named, verify_in_pool
 from tests.verify.test_matrix import measured
 
 pytestmark = pytest.mark.slow
@@ -384,6 +384,29 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+# As in Gemma 4: experts and MLP side by side, each between norms.
+BRANCHED = {"moe_branch_norms": True, "norm_placement": "both"}
+NORMS_OF_BRANCHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "moe again, tp": (
+        2,
+        {},
+        {
+            "ep": 2,
+            "tp": 2,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe", "layernorm"),
+            **BALANCED,
+        },
+    ),
+    **{
+        f"{place} {case}": case
+        for place, case in enumerate(CASES)
+        if {"moe_latent_size", "moe_shared_expert_gate"}.isdisjoint(case[1])
+        and case[1].get("moe_shared_expert_intermediate_size", 8)
+        and "mlp_norm" not in case[2].get("offload_modules", ())
+        and "pre_mlp_layernorm_output" not in case[2].get("offload_tensors", ())
+    },
+}
 # Each setting of these is in another case, too, here or in test_pairs.py.
 AGAIN = {*range(4, 10), 1, 2, *range(11, 26), 28, *range(30, 33), 34, 36, *range(38, 42), 44, 47}
 CHOSEN = [
@@ -395,6 +418,14 @@ CHOSEN = [
 @pytest.mark.parametrize(("ranks", "model", "values"), CHOSEN, ids=str)
 def test_experts(ranks: int, model: dict[str, Any], values: dict[str, Any]) -> None:
     found = config(replace(MIXTURE, **model), ranks, **named(**values))
+    report = verify_in_pool(ranks, found, on_rank=measured)
+    assert report.passed, report.text()
+
+
+@pytest.mark.parametrize("name", chosen(NORMS_OF_BRANCHES, "moe again, tp"))
+def test_experts_beside_an_mlp_between_norms(name: str) -> None:
+    ranks, model, values = NORMS_OF_BRANCHES[name]
+    found = config(replace(MIXTURE, **model | BRANCHED), ranks, **named(**values))
     report = verify_in_pool(ranks, found, on_rank=measured)
     assert report.passed, report.text()
 
