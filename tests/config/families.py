@@ -167,7 +167,8 @@ TINY: Mapping[str, dict[str, Any]] = {
     "gemma4_text": _SIZES
     | {"num_hidden_layers": 7, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": None}
     | {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
-    | {"sliding_window": 5, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 1.5},
+    | {"sliding_window": 5, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 1.5}
+    | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12},
     "gemma4_unified_text": _SIZES
     | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None}
     | {
@@ -643,8 +644,7 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
         "no windows": {"layer_types": _BIASED[:1] * 7, "num_global_key_value_heads": None},
-        "experts": {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
-        | {"moe_intermediate_size": 12, "num_hidden_layers": 3},
+        "dense": {"enable_moe_block": False},
     },
     "granitemoe": {"wide heads": {"head_dim": 16, "num_experts_per_tok": 3}},
     "granitemoeshared": {

@@ -69,7 +69,9 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "num_experts": (
             *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
         ),
-        "moe_router_topk": ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"),
+        "moe_router_topk": (
+            *("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"),
+        ),
         "moe_router_topk_scaling_factor": (
             *("routed_scaling_factor", "router_scaling_factor", "route_scale"),
         ),
