@@ -1,5 +1,5 @@
-"""Routers and indexers that are nearly undecided: in 16 bits, all choose what one device in fp64 has
-chosen."""
+"""Routers and indexers that are nearly undecided: in 16 bits, all choose what one device in fp64
+has chosen."""
 
 from dataclasses import replace
 from pathlib import Path
