@@ -1,8 +1,8 @@
-"""Lets routers of a run in bf16 choose the experts that one device in fp64 has chosen.
+"""Lets routers and indexers of a run in 16 bits choose what one device in fp64 has chosen.
 
 A router that is nearly undecided chooses another expert when one bit of its scores differs, and
-then the gradients of both experts differ by far more than rounding. What routers choose is compared
-in fp64.
+then the gradients of both experts differ by far more than rounding; so does an indexer with tokens.
+What they choose is compared in fp64.
 """
 
 from collections import defaultdict
@@ -11,28 +11,35 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fivefold.model.attention.blocks import num_tokens
+from fivefold.model.attention.chosen import places
+from fivefold.model.attention.indexer import Indexer
+from fivefold.model.attention.sparse import SomeQueries, best
 from fivefold.model.context import Context
 from fivefold.model.moe.routing import Router, plain_choice
 from fivefold.model.transformer import Stage
 
-Choices = dict[int, Tensor]
-"""By layer, int64 rows of tokens, ascending: a token's run-wide id, its K experts and, where
-capacity is limited, whether each of them has capacity for it."""
+Choices = dict[str, Tensor]
+"""By layer and what chooses, int64 rows of tokens, ascending: a token's run-wide id, then of a
+router its K experts and, where capacity is limited, whether each of them has capacity for it; of an
+indexer how far before it each chosen token is, -1 in place of those that are not there."""
 
 
 class ChoiceRecorder:
-    """Writes down what the routers of a model choose from now on."""
+    """Writes down what the routers and indexers of a model choose from now on."""
 
     def __init__(self, model: Stage) -> None:
-        self._rows: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._rows: defaultdict[str, list[Tensor]] = defaultdict(list)
         for mixture in model.mixtures:
             mixture.router.choice = self._choose
+        for indexer in _indexers(model):
+            indexer.choice = self._choose_tokens
 
     def taken(self) -> Choices:
         """All choices since the last call."""
-        found = {layer: torch.cat(rows) for layer, rows in self._rows.items()}
+        found = {of: torch.cat(rows) for of, rows in self._rows.items()}
         self._rows.clear()
-        return {layer: rows[rows[:, 0].argsort()] for layer, rows in found.items()}
+        return {of: _ascending(rows) for of, rows in found.items()}
 
     def _choose(
         self, router: Router, logits_TE: Tensor, context: Context
@@ -42,22 +49,87 @@ class ChoiceRecorder:
         row = [context.token_ids_T[:, None], experts_TK]
         if kept_TK is not None:
             row.append(kept_TK.long())
-        self._rows[router.number(context)].append(torch.cat(row, 1))
+        self._rows[_router(router.number(context))].append(torch.cat(row, 1))
         return experts_TK, kept_TK
+
+    def _choose_tokens(
+        self, indexer: Indexer, context: Context, scores: Tensor, queries: SomeQueries
+    ) -> Tensor:
+        topk = indexer.model.indexer.topk
+        chosen = best(scores, topk) & (scores > float("-inf"))
+        at_BqK, there_BqK = places(chosen, topk)
+        before = torch.arange(*queries.at)[:, None] - queries.of[0] - at_BqK
+        rows = torch.where(there_BqK, before, -1), _ids(context, queries, len(scores))[..., None]
+        of = _indexer(indexer.number(context))
+        self._rows[of].append(torch.cat(rows[::-1], -1).flatten(0, 1))
+        return chosen
 
 
 def follow(model: Stage, choices: Choices, device: torch.device) -> None:
-    """Let the routers of a stage choose what was chosen for the same tokens."""
+    """Let the routers and indexers of a stage choose what was chosen for the same tokens."""
     for mixture in model.mixtures:
         layers = model.model.layers_like(mixture.router.layer)
-        mixture.router.choice = partial(_known, {n: choices[n].to(device) for n in layers})
+        known = {n: choices[_router(n)].to(device) for n in layers}
+        mixture.router.choice = partial(_known, known)
+    for indexer in _indexers(model):
+        layers = model.model.layers_like(indexer.layer)
+        known = {n: choices[_indexer(n)].to(device) for n in layers}
+        indexer.choice = partial(_known_tokens, known)
 
 
 def _known(
-    choices: Choices, router: Router, logits_TE: Tensor, context: Context
+    choices: dict[int, Tensor], router: Router, logits_TE: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
     assert context.token_ids_T is not None
-    topk, rows = router.model.moe_router_topk, choices[router.number(context)]
-    ids_N = rows[:, 0].contiguous()
-    own = rows[torch.searchsorted(ids_N, context.token_ids_T.contiguous())][:, 1:]
+    topk = router.model.moe_router_topk
+    own = _of(choices[router.number(context)], context.token_ids_T)
     return own[:, :topk], own[:, topk:].bool() if own.shape[1] > topk else None
+
+
+def _known_tokens(
+    choices: dict[int, Tensor],
+    indexer: Indexer,
+    context: Context,
+    scores: Tensor,
+    queries: SomeQueries,
+) -> Tensor:
+    rows, count, length = scores.shape
+    ids_Bq = _ids(context, queries, rows).to(scores.device)
+    before = _of(choices[indexer.number(context)], ids_Bq.flatten()).view(rows, count, -1)
+    at = torch.arange(*queries.at, device=scores.device)[:, None] - queries.of[0]
+    keys = torch.where(before < 0, length, at - before)
+    chosen = torch.zeros(rows, count, length + 1, dtype=torch.bool, device=scores.device)
+    return chosen.scatter_(-1, keys, True)[..., :length]
+
+
+def _of(rows: Tensor, ids_N: Tensor) -> Tensor:
+    """What was chosen for tokens with these ids."""
+    return rows[torch.searchsorted(rows[:, 0].contiguous(), ids_N.contiguous())][:, 1:]
+
+
+def _ascending(rows: Tensor) -> Tensor:
+    """Each token once: a backward chooses once more."""
+    rows = rows[rows[:, 0].argsort()]
+    return rows[torch.cat((torch.ones(1, dtype=torch.bool), rows[:, 0].diff() != 0))]
+
+
+def _ids(context: Context, queries: SomeQueries, rows: int) -> Tensor:
+    """Run-wide ids of the tokens of queries, [B, q]; packed rows may lie end to end."""
+    first_B, at = context.first_ids_B, torch.arange(*queries.at, device=context.first_ids_B.device)
+    if rows == len(first_B):
+        return first_B[:, None] + at
+    assert context.part is not None, "rows that are whole are apart"
+    length = context.row_length(num_tokens(context.part.spans))
+    return (first_B[at // length] + at % length)[None]
+
+
+def _indexers(model: Stage) -> list[Indexer]:
+    return [module for module in model.modules() if isinstance(module, Indexer)]
+
+
+def _router(layer: int) -> str:
+    return f"{layer}.router"
+
+
+def _indexer(layer: int) -> str:
+    return f"{layer}.indexer"

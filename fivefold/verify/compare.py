@@ -19,7 +19,6 @@ from fivefold.verify.diagnose import diagnose
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import ReferenceStep
 from fivefold.verify.report import (
-    SCALARS,
     SMALL,
     Difference,
     VerifyReport,
@@ -98,8 +97,10 @@ def baseline_differences(
     """Differences of another one-device run from the reference."""
     found = []
     for step, (true, own) in enumerate(zip(trace, other, strict=True)):
-        for what in SCALARS:
+        for what in ("loss", "norm", "evaluation"):
             found.append(_number(what, step, 0, getattr(own, what), getattr(true, what)))
+        for name, value in true.further.items():
+            found.append(_number("further", step, 0, own.further[name], value, name))
         for what, of_own, of_true in (
             ("grad", own.grads, true.grads),
             ("param", own.after, true.after),
@@ -119,7 +120,7 @@ def _gradients(
     Args:
         engine: this rank's engine.
         step: step, from 0.
-        choices: experts that its routers choose; None: by their own scores.
+        choices: what its routers and indexers choose; None: by their own scores.
     """
     _, least = engine.layout.config.optimizer.loss_scales
     while True:
@@ -148,7 +149,7 @@ def _gradient_differences(
     rank = engine.groups.rank
     yield _number("loss", step, rank, result.loss, reference.loss)
     for name, true in reference.further.items():
-        yield _number("loss", step, rank, result.extra[name], true, name)
+        yield _number("further", step, rank, result.extra[name], true, name)
     yield _number("norm", step, rank, result.grad_norm, reference.norm)
     # A gradient that is zero up to rounding (a key's bias) is compared to the largest one.
     floor = SMALL * max(float(grad.abs().max()) for grad in reference.grads.values())

@@ -54,8 +54,8 @@ class ReferenceStep:
         grads: gradients by global name, before clipping.
         before: weights, biases of experts, and delayed scales, before the update.
         after: weights, biases of experts, and delayed scales, after the update.
-        choices: experts of each token of the step and of the evaluation; of a run that has followed
-            another's, none.
+        choices: what routers and indexers chose for each token of the step and of the evaluation;
+            of a run that has followed another's, none.
     """
 
     loss: float
@@ -104,7 +104,8 @@ def run_reference(
             it.
         steps: optimizer steps.
         dtype: compute dtype; of 16 bits, master weights are fp32, and in fp16 the loss is scaled.
-        followed: steps in which routers choose as they did there; empty: by their own scores.
+        followed: steps in which routers and indexers choose as they did there; empty: by their own
+            scores.
     """
     run = _PlainRun(config, dtype, followed)
     return [run.step(number) for number in range(steps)]
@@ -311,8 +312,6 @@ def load_trace(path: Path) -> list[ReferenceStep]:
                 found[int(step)][field][name[0]] = file.get_tensor(key)
             else:
                 found[int(step)][field] = file.get_tensor(key)
-    for values in found:
-        values["choices"] = {int(layer): value for layer, value in values["choices"].items()}
     return [ReferenceStep(**values) for values in found]
 
 

@@ -24,7 +24,7 @@ Alone = dict[str, float]
 """Errors of single gradients by stored name."""
 Strange = tuple[str, float, float]
 """A gradient that is too far off by itself: stored name, error, and that on one device."""
-SCALARS = ("loss", "norm", "evaluation")
+SCALARS = ("loss", "further", "norm", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Difference:
     """Difference of one rank's part of a tensor, or of a shared number, from one device's.
 
     Attributes:
-        what: "loss", "norm", "evaluation", "grad", "param" or "load" (tokens of experts).
+        what: "loss", "norm", "evaluation", "grad", "param", "load" (tokens of experts) or "further"
+            (losses of predictions and indexers, the largest logits).
         step: step, from 0.
         name: stored name of the parameter; "" for a number.
         part: start and end of the part along each dim.
@@ -154,6 +155,7 @@ class VerifyReport:
 
 _SHOWN = {
     "loss": "loss",
+    "further": "further",
     "grad": "gradients",
     "norm": "norm",
     "param": "weights",
@@ -173,6 +175,8 @@ def worst_line(worst: dict[str, Any]) -> str:
     """One line on the worst difference."""
     kind = _SHOWN[worst["what"]]
     name = f"{kind.removesuffix('s')} of {worst['name']}" if worst["name"] else kind
+    if worst["what"] == "further":
+        name = worst["name"]
     line = f"{name} in step {worst['step'] + 1} on rank {worst['rank']}: {worst['error']:.2e}"
     if worst["name"]:
         line += f" (norm ratio {worst['ratio']:.4g}, cosine {worst['cosine']:.4f})"
@@ -302,9 +306,9 @@ def _elements(difference: Difference) -> int:
 
 
 def _kinds(differences: Iterable[Difference]) -> list[str]:
-    """The kinds compared: loads only if there are experts."""
-    loads = any(difference.what == "load" for difference in differences)
-    return [what for what in _SHOWN if loads or what != "load"]
+    """The kinds compared: loads only if there are experts, and other numbers if some are told."""
+    told = {difference.what for difference in differences}
+    return [what for what in _SHOWN if what in told or what not in ("load", "further")]
 
 
 def _diverged(differences: Iterable[Difference]) -> tuple[str, ...]:

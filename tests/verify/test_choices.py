@@ -1,10 +1,25 @@
-"""Routers that are nearly undecided: in bf16, all choose what one device in fp64 has chosen."""
+"""Routers and indexers that are nearly undecided: in 16 bits, all choose what one device in fp64
+has chosen."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from tests.verify.cases import EXPERTS, LATENT, config, verify_in_pool
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.sources import read_config
+from fivefold.model.attention import sparse
+from fivefold.train.engine import Engine
+from fivefold.verify import compare
+from fivefold.verify.reference import load_trace
+from fivefold.verify.report import VerifyReport
+from tests.verify.cases import EXPERTS, LATENT, MODELS, chosen, config, shared_groups
+from tests.verify.cases import verify_in_pool as verified
+from tests.verify.test_sparse import CASES
 
 MODEL = replace(LATENT, **EXPERTS, gated_linear_unit=False, activation_func="gelu")
 # Added up in another order than on one device, scores of these seeds led to other experts.
@@ -19,6 +34,47 @@ SPLIT = {"expert_tensor_parallel_size": 2, "data_parallel_sharding_strategy": "o
     ],
 )
 def test_sums_in_another_order_change_no_expert(seed: int, settings: dict) -> None:
-    found = verify_in_pool(4, config(MODEL, **settings, precision="bf16", seed=seed))
+    found = verified(4, config(MODEL, **settings, precision="bf16", seed=seed))
     assert found.passed, found.text()
     assert found.limits["grad"] < 0.03
+
+
+@pytest.mark.exhaustive
+def test_sums_in_another_order_change_no_token_of_an_indexer() -> None:
+    """By its own scores, an indexer led this seed to a loss that is too far off."""
+    model = read_config("debug", model="deepseek-v3.2").model
+    settings = read_config("debug", precision="bf16", seed=3, sequence_parallel=True)
+    settings = settings.with_values(tensor_model_parallel_size=2)
+    found = verified(2, replace(settings, model=model))
+    assert found.passed, found.text()
+
+
+SMALL = {name: case for name, case in CASES.items() if case[0] <= 4}
+
+
+@pytest.mark.parametrize("name", chosen(SMALL, "context parallel, packed, chosen alone"))
+def test_tokens_that_were_chosen_are_found_again_in_every_layout(name: str) -> None:
+    ranks, model, settings = CASES[name][:3]
+    found = verified(ranks, config(MODELS[model], ranks, **settings), on_rank=_following)
+    assert found.passed, found.text()
+
+
+def _following(
+    rank: int, world: int, settings: Config, trace: Path, *_: Any
+) -> VerifyReport | None:
+    """Compare in fp64 what indexers that never look at their scores compute."""
+    steps, gradients = load_trace(trace), compare._gradients
+
+    def followed(engine: Engine, step: int, choices: Any) -> Any:
+        assert choices is None
+        return gradients(engine, step, steps[step].choices)
+
+    def by_scores(*_: Any) -> Any:
+        raise AssertionError("an indexer chose by its scores")
+
+    with (
+        shared_groups(),
+        patch.object(compare, "_gradients", followed),
+        patch.object(sparse, "best", by_scores),
+    ):
+        return compare.compare(check(settings, world), rank, torch.device("cpu"), steps)

@@ -72,7 +72,11 @@ def a_step() -> ReferenceStep:
     """Of a layer's experts, with a tensor of which every other element is kept."""
     part = {"x": torch.arange(6.0).reshape(2, 3).T, "y": torch.zeros(0)}
     numbers = {"loss": 0.1, "norm": float("inf"), "evaluation": 1e-300, "further": {"mtp_1": 0.3}}
-    rest = {"losses": torch.ones(4)[::2], "loads": torch.zeros(0), "choices": {11: torch.ones(2)}}
+    rest = {
+        "losses": torch.ones(4)[::2],
+        "loads": torch.zeros(0),
+        "choices": {"11.router": torch.ones(2)},
+    }
     return ReferenceStep(**numbers, **rest, grads=part, before={}, after={"a/b": part["x"]})
 
 

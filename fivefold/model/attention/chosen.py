@@ -21,7 +21,6 @@ from fivefold.model.attention.sparse import (
     IndexScores,
     SomeQueries,
     View,
-    best,
     scored,
     taught,
 )
@@ -163,9 +162,9 @@ class _Some:
         wide, count = up.keys.dtype, min(rule.topk, queries.count)
         chosen = queries.seen(read.q_BSND.device)
         self.indexed: IndexScores | None = None
-        if rule.lesson is not None or queries.count > count:
+        if rule.lesson is not None or rule.asks(queries.count):
             self.indexed = scored(read.index, rule, queries, chosen)
-            chosen = chosen & best(self.indexed.scores, count)
+            chosen = chosen & rule.chosen(self.indexed.scores, queries)
         self.places, self._there = places(chosen.expand(len(read.q_BSND), -1, -1), count)
         self.q = read.q_BSND[:, self.rows].to(wide)
         self.absorbed = up.absorbed(self.q) * scale

@@ -7,14 +7,20 @@ release turns queries and keys by a Hadamard matrix, which changes no product an
 rounded to 8 bits; here nothing is.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.attention.sparse import Choosing, Index, Lesson
+from fivefold.model.attention.sparse import Choosing, Index, Lesson, SomeQueries
 from fivefold.model.context import Context
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.norms import LayerNorm, key_norm
+
+Choice = Callable[["Indexer", Context, Tensor, SomeQueries], Tensor]
+"""Chooses among some queries' keys, whose scores [B, q, L] it is given: bool of their shape."""
 
 
 class Indexer(LayerBlock):
@@ -25,6 +31,7 @@ class Indexer(LayerBlock):
     Attributes:
         loss_scale: factor of the loss in its gradients, scalar; None: 1.
         global_batch_size: rows of the step over all ranks, as `begin_step` was told.
+        choice: seam for what it decides; None: the best scores.
     """
 
     compiles = False
@@ -39,6 +46,11 @@ class Indexer(LayerBlock):
         self.model, self.layer = model, layer
         self.loss_scale: Tensor | None = None
         self.global_batch_size = 1
+        self.choice: Choice | None = None
+
+    def number(self, context: Context) -> int:
+        """The layer that it decides for: its own, or one that has the same weights."""
+        return self.layer + context.shift
 
     def begin_step(self, global_batch_size: int) -> None:
         """Begin a step of so many rows over all ranks."""
@@ -67,7 +79,9 @@ class Indexer(LayerBlock):
         w_BSI = context.by_rows(w_TI.contiguous(), 1)[:, :, 0]
         lesson = self._lesson(len(w_TI), context)
         shape = self.model.indexer
-        return Index(q_BSID, k_BSD, w_BSI, Choosing(heads, shape.topk, shape.size**-0.5, lesson))
+        instead = None if self.choice is None else partial(self.choice, self, context)
+        rule = Choosing(heads, shape.topk, shape.size**-0.5, lesson, instead)
+        return Index(q_BSID, k_BSD, w_BSI, rule)
 
     def _lesson(self, tokens: int, context: Context) -> Lesson | None:
         """Each token of the global batch counts the same, whatever its label, as in Megatron-LM."""

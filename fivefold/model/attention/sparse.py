@@ -56,12 +56,23 @@ class Choosing:
         topk: tokens to attend to.
         scale: factor of an indexer's scores.
         lesson: how it is trained; None: not now.
+        instead: chooses in place of scores [B, q, L], given them; None: the best are chosen.
     """
 
     heads: int
     topk: int
     scale: float
     lesson: Lesson | None
+    instead: "Callable[[Tensor, SomeQueries], Tensor] | None" = None
+
+    def asks(self, count: int) -> bool:
+        """Whether scores are asked which of so many tokens are chosen, of which all may be."""
+        return count > self.topk or self.instead is not None
+
+    def chosen(self, scores: Tensor, queries: "SomeQueries") -> Tensor:
+        """Which tokens are chosen; bool [B, q, L]."""
+        choose = self.instead
+        return best(scores, self.topk) if choose is None else choose(scores, queries)
 
 
 @dataclass(frozen=True)
@@ -248,8 +259,9 @@ def attended(
     outs, lses = [], []
     for piece in view.pieces(len(q), partial(of_all, q.shape[1], rule.heads)):
         chosen = seen = piece.seen(q.device)
-        if piece.count > rule.topk:
-            chosen = seen & best(scored(tensors[3:], rule, piece, seen).scores, rule.topk)
+        if rule.asks(piece.count):
+            indexed = scored(tensors[3:], rule, piece, seen)
+            chosen = seen & rule.chosen(indexed.scores, piece)
         scores = _products(q, k, piece, scale).masked_fill_(~chosen[:, None], float("-inf"))
         lse = scores.logsumexp(-1)
         outs.append(scores.sub_(lse[..., None]).exp_() @ v[:, :, piece.keys])
@@ -299,9 +311,9 @@ class _Backward:
         for piece in self._view.pieces(len(q), partial(of_all, q.shape[1], rule.heads)):
             seen = chosen = piece.seen(q.device)
             indexed = None
-            if lesson is not None or piece.count > rule.topk:
+            if lesson is not None or rule.asks(piece.count):
                 indexed = scored(self._tensors[3:], rule, piece, seen)
-                chosen = seen & best(indexed.scores, rule.topk)
+                chosen = seen & rule.chosen(indexed.scores, piece)
             scores = _products(q, k, piece, self._scale)
             target = None
             if lesson is not None and not lesson.sparse:
