@@ -310,7 +310,7 @@ SPARSE: dict[str, Any] = {
         ),
         (
             {"multi_latent_attention": True, "position_embedding_type": "learned_absolute"},
-            "needs position_embedding_type rope",
+            "multi_latent_attention has no learned positions",
         ),
         (
             {
