@@ -246,7 +246,7 @@ def passes(world: int, model: str, settings: dict[str, Any]) -> None:
     report = verify_in_pool(world, config(MODELS[model], world, **settings))
     assert report.passed, report.text()
     compared = {"loss", "grad", "norm", "param", "evaluation"}
-    assert {*report.max_rel_error} - {"load"} == compared
+    assert {*report.max_rel_error} - {"load", "further"} == compared
     assert None not in report.max_rel_error.values()
 
 

@@ -102,6 +102,7 @@ CASES: list[tuple[str, int, str, dict[str, Any], str]] = [
     ("cp-lose-gradients", 2, "llama", context(2, "p2p"), LOST),
     ("cp-lose-gradients", 2, "gpt", context(2, "all_gather", **WHOLE), LOST),
     ("cp-lose-gradients", 4, "llama", context(4, "a2a+p2p", **WHOLE), LOST),
+    ("cp-lose-gradients", 2, "latent", context(2, "p2p"), LOST),
     ("cp-rank-order", 2, "llama", context(2, "a2a"), MIXED),
     ("cp-rank-order", 4, "llama", context(4, "a2a+p2p", **WHOLE), MIXED),
     ("cp-local-positions", 2, "llama", context(2, "all_gather"), COUNTED),
@@ -167,11 +168,35 @@ FIRST = {case[0]: case for case in reversed(CASES)}  # of each error
 def test_planted_error_fails_and_is_named(
     plant: str, world: int, model: str, case: dict[str, Any], named: str
 ) -> None:
-    report = verify_in_pool(world, config({**MODELS, "mixture": MIXTURE}[model], **case), plant)
+    report = verify_in_pool(world, config(ALL[model], **case), plant)
     assert not report.passed
     assert named in report.diagnosis[0], report.text()
     assert report.max_rel_error["load" if "counts" in plant else "grad"] > 0.1
     assert "FAILED" in report.text()
+
+
+LAYOUTS = {
+    "tensor": flags(tp=2, sequence=True),
+    "data": flags(dp=2),
+    "ZeRO-3": flags(dp=2, strategy="optim_grads_params"),
+    "stages": flags(pp=2),
+    "experts": experts(2),
+    **{kind: context(2, kind, **WHOLE) for kind in ("p2p", "all_gather", "a2a")},
+}
+ALL = MODELS | {"mixture": MIXTURE}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ALL)
+def test_what_may_be_planted_is_found(model: str, layout: str) -> None:
+    settings = config(ALL[model], **LAYOUTS[layout])
+    try:
+        checked = check(settings, 2)
+    except ConfigError:
+        return
+    for name in [name for name, plant in PLANTS.items() if plant.fits(checked)]:
+        assert not verify_in_pool(2, settings, name).passed, name
 
 
 def test_the_command_line_offers_every_plant() -> None:
