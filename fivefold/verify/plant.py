@@ -289,8 +289,10 @@ PLANTS: Mapping[str, Plant] = MappingProxyType(
         ),
         "cp-local-positions": Plant(
             "count positions from the first token of a context-parallel rank",
-            "context parallelism",
-            lambda layout: layout.grid.cp > 1,
+            "context parallelism of a model that knows positions",
+            lambda layout: (
+                layout.grid.cp > 1 and layout.config.model.position_embedding_type != "none"
+            ),
             plant_context.count_local_positions,
         ),
         "double-experts": Plant(
