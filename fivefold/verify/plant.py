@@ -273,8 +273,8 @@ PLANTS: Mapping[str, Plant] = MappingProxyType(
         ),
         "cp-lose-gradients": Plant(
             "drop the gradients of keys and values that belong to other context-parallel ranks",
-            "context parallelism with cp_comm_type p2p, all_gather or a2a+p2p in every layer, of keys "
-            "and values rather than of the latents that all_gather sends of some models",
+            "context parallelism with cp_comm_type p2p, all_gather or a2a+p2p in every layer, of "
+            "keys and values rather than of the latents that all_gather sends of some models",
             lambda layout: (
                 _context_kinds(layout) <= {"p2p", "all_gather", "a2a+p2p"}
                 and not any(map(layout.config.keeps_latents_by, _context_kinds(layout)))
