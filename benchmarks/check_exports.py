@@ -137,7 +137,7 @@ def read_by_megatron(found: Export, layout: Layout) -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     arguments.get_device_arch_version = lambda: 9
     for module in (arguments, transformer_config):
-        module.is_te_min_version = lambda least, **_: Version(least) <= Version("2.8.0")
+        module.is_te_min_version = lambda least, **_: Version(least) <= Version("2.9.0")
     rope_utils.fused_apply_rotary_pos_emb = rope_utils.fused_apply_rotary_pos_emb or object()
     sys.argv = ["pretrain_gpt.py", *_words(found.text)]
     told = StringIO()
