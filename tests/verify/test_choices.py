@@ -17,8 +17,15 @@ from fivefold.train.engine import Engine
 from fivefold.verify import compare
 from fivefold.verify.reference import load_trace
 from fivefold.verify.report import VerifyReport
-from tests.verify.cases import EXPERTS, LATENT, MODELS, chosen, config, shared_groups
-from tests.verify.cases import verify_in_pool as verified
+from tests.verify.cases import (
+    EXPERTS,
+    LATENT,
+    MODELS,
+    chosen,
+    config,
+    shared_groups,
+    verify_in_pool,
+)
 from tests.verify.test_sparse import CASES
 
 MODEL = replace(LATENT, **EXPERTS, gated_linear_unit=False, activation_func="gelu")
@@ -34,7 +41,7 @@ SPLIT = {"expert_tensor_parallel_size": 2, "data_parallel_sharding_strategy": "o
     ],
 )
 def test_sums_in_another_order_change_no_expert(seed: int, settings: dict) -> None:
-    found = verified(4, config(MODEL, **settings, precision="bf16", seed=seed))
+    found = verify_in_pool(4, config(MODEL, **settings, precision="bf16", seed=seed))
     assert found.passed, found.text()
     assert found.limits["grad"] < 0.03
 
@@ -45,7 +52,7 @@ def test_sums_in_another_order_change_no_token_of_an_indexer() -> None:
     model = read_config("debug", model="deepseek-v3.2").model
     settings = read_config("debug", precision="bf16", seed=3, sequence_parallel=True)
     settings = settings.with_values(tensor_model_parallel_size=2)
-    found = verified(2, replace(settings, model=model))
+    found = verify_in_pool(2, replace(settings, model=model))
     assert found.passed, found.text()
 
 
@@ -55,7 +62,7 @@ SMALL = {name: case for name, case in CASES.items() if case[0] <= 4}
 @pytest.mark.parametrize("name", chosen(SMALL, "context parallel, packed, chosen alone"))
 def test_tokens_that_were_chosen_are_found_again_in_every_layout(name: str) -> None:
     ranks, model, settings = CASES[name][:3]
-    found = verified(ranks, config(MODELS[model], ranks, **settings), on_rank=_following)
+    found = verify_in_pool(ranks, config(MODELS[model], ranks, **settings), on_rank=_following)
     assert found.passed, found.text()
 
 
