@@ -1,7 +1,8 @@
 """What a stage of the pipeline keeps, gathers and sends; sizes are bytes on one device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
 from fivefold.counts.policy import StatePolicy
@@ -89,9 +90,14 @@ class StageSizes:
         return stage_blocks(self.layout, self.stage, trained=True, whole_embedding=whole)
 
     @cached_property
+    def copies_at(self) -> Callable[[int], Copies]:
+        """What is gathered to compute with in the layer at a place."""
+        return cache(partial(Copies.of, self.layout, self.stage, self.policy))
+
+    @property
     def copies(self) -> Copies:
-        """What is gathered to compute with."""
-        return Copies.of(self.layout, self.stage, self.policy)
+        """What is gathered to compute with in the last layer."""
+        return self.copies_at(len(self.numbers) - 1)
 
     @cached_property
     def parts(self) -> tuple[tuple[GatheredBlock, GatheredBlock], ...]:
@@ -105,10 +111,26 @@ class StageSizes:
         return tuple(known[kind] for kind in kinds)
 
     @cached_property
-    def largest(self) -> int:
-        """Place of the layer, the first of those, of which most is trained together."""
+    def predictions(self) -> tuple[int, ...]:
+        """Places of the first layer of each further prediction."""
+        model = self.layout.config.model
+        starts = (i >= model.num_layers and model.starts_prediction(i) for i in self.numbers)
+        return tuple(place for place, is_start in enumerate(starts) if is_start)
+
+    @cached_property
+    def largest(self) -> frozenset[int]:
+        """Places of layers of which most is trained together: the first of those, of all and before
+        any further prediction, and the last one that has others before and behind it."""
         sizes = [max(part.size for part in parts) for parts in self.parts]
-        return sizes.index(max(sizes))
+        before = sizes[: min(self.predictions, default=0)] or sizes
+        first = {each.index(max(each)) for each in (sizes, before)}
+        between = range(len(sizes) - 2, 0, -1)
+        return frozenset(first | {max(between, key=sizes.__getitem__, default=0)})
+
+    def behind(self, place: int) -> tuple[GatheredBlock, ...]:
+        """What is trained of the layers behind one, in the order of a backward."""
+        parts = (part for parts in self.parts[:place:-1] for part in parts)
+        return tuple(part for part in parts if part.size)
 
     def other_than(self, place: int) -> tuple[GatheredBlock, ...]:
         """What is trained of all layers but one."""
