@@ -163,9 +163,9 @@ class Mistakes:
             self._all.extend(error.mistakes)
 
     def raise_if_any(self) -> None:
-        """Raise one error with every mistake recorded so far."""
+        """Raise one error with every mistake recorded so far, each once."""
         if self._all:
-            raise ConfigError(*self._all)
+            raise ConfigError(*dict.fromkeys(self._all))
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

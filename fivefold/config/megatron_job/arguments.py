@@ -6,10 +6,18 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fivefold.config.foreign import FOREIGN
 from fivefold.config.megatron_job.command import NO_JOB, Around, Launch, launch_of, ranks_of
+from fivefold.config.megatron_job.loongforge import (
+    Described,
+    describe,
+    is_of_loongforge,
+    overrides,
+    own_arguments,
+)
 from fivefold.config.megatron_job.relatives import in_release, in_samples, is_tokens, of_later
 from fivefold.config.megatron_job.release import Argument, known
 from fivefold.config.settings import flag_of, name_of_flag
@@ -35,7 +43,8 @@ class MegatronJob:
         unknown: flags that the release does not have, with their values.
         ranks: number of ranks; None: not known.
         vocabulary: tokens of the tokenizer, where a log tells; None: not known.
-        notes: sentences about what only the caller of a script knows.
+        notes: sentences about what only the caller of a script knows, or a model's file says.
+        settings: settings here that no argument of the release says.
     """
 
     given: Mapping[str, Any]
@@ -43,6 +52,7 @@ class MegatronJob:
     ranks: int | None = None
     vocabulary: int | None = None
     notes: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     _read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -94,7 +104,7 @@ def read_job(text: str, around: Around = _NOWHERE) -> MegatronJob:
     """
     if _FIRST.search(text):
         return _from_log(text)
-    return _from_command(launch_of(text, known().flags, around))
+    return _from_command(launch_of(text, known().flags, around), around.folder)
 
 
 def job_of(arguments: Mapping[str, Any]) -> MegatronJob:
@@ -165,8 +175,10 @@ def _parser() -> _MegatronParser:
     return parser
 
 
-def _from_command(launch: Launch) -> MegatronJob:
-    found, rest = _parser().parse_known_args(in_release(launch.arguments))
+def _from_command(launch: Launch, folder: Path | None) -> MegatronJob:
+    by_file = is_of_loongforge(launch.launcher, launch.arguments)
+    words, changed = overrides(launch.arguments) if by_file else ([*launch.arguments], {})
+    found, rest = _parser().parse_known_args(in_release(words))
     given, unknown = vars(found), list[str]()
     for word in rest:
         if word.startswith("--"):
@@ -184,10 +196,13 @@ def _from_command(launch: Launch) -> MegatronJob:
     later = of_later(unknown)
     left = [flag for flag in unknown if not (counted and is_tokens(flag))]
     left = [flag for flag in left if name_of_flag(flag.split()[0]) not in later]
+    job = Described({**given, **counted, **later}, left)
+    if by_file:
+        job = describe(job, changed, launch.launcher[-1] if launch.launcher else "", folder)
+    job = own_arguments(job)
+    notes = (*job.notes, *_notes(launch))
     ranks = ranks_of(launch.launcher)
-    return MegatronJob(
-        {**given, **counted, **later}, tuple(left), ranks, notes=tuple(_notes(launch))
-    )
+    return MegatronJob(job.given, tuple(job.unknown), ranks, job.vocabulary, notes, job.settings)
 
 
 def _notes(launch: Launch) -> Iterator[str]:

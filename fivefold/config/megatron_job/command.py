@@ -10,7 +10,7 @@ from types import MappingProxyType
 import yaml
 
 from fivefold.config.megatron_job.harmless import is_harmless
-from fivefold.config.megatron_job.relatives import is_pretraining
+from fivefold.config.megatron_job.relatives import is_pretraining, release_flag
 from fivefold.config.megatron_job.release import Argument
 from fivefold.errors import ConfigError, Mistake
 from fivefold.shell.script import ShellScript
@@ -217,7 +217,7 @@ def _without_open(
     for word in words:
         before, flag = flag, word.partition("=")[0] if word.startswith("--") else flag
         missing = tuple(unknown_names(word))
-        argument = flags.get(flag)
+        argument = flags.get(release_flag(flag))
         follows = bool(kept) and kept[-1] == flag and (argument is None or argument.is_valued)
         if not missing:
             kept.append(word)
@@ -234,7 +234,7 @@ def _without_open(
     if needed:
         raise _needed(needed, notes)
     for place in reversed(range(len(kept))):
-        argument = flags.get(kept[place])
+        argument = flags.get(release_flag(kept[place]))
         empty = place + 1 == len(kept) or kept[place + 1].startswith("--")
         if empty and argument and argument.is_valued and _is_file(argument):
             left_open[argument.name] = "nothing"

@@ -4,7 +4,7 @@
 _OF_OTHERS = """
     bert_ biencoder_ dino_ ft_ grpo_ ict_ img_ inference_ inprocess_ kitchen_attention_ langrl_
     mamba_ mask_ moe_hybridep_ num_layers_at_ refit_ relative_attention_ retriever_ rl_
-    max_tokens_to_oom swin_ vision_backbone_ dsa_ indexer_ app_tag_
+    max_tokens_to_oom swin_ vision_backbone_ indexer_ app_tag_
 """
 # Beginnings of names of what is logged, how files are laid out, and how data are fetched.
 _TOLD = """
@@ -79,6 +79,16 @@ _OF_RELATIVES = """
     no_load_lr_state use_te universal_checkpoint reset_iteration repeated_dataloader
     create_moe_param_group
 """
+# Of LoongForge
+_OF_LOONGFORGE = """
+    enable_fa_within_mla no_detail_log detail_log_interval allow_missing_adapter_checkpoint
+    use_fast_tokenizer padding_side sft_num_preprocess_workers sft_data_streaming
+    streaming_buffer_size packing_buffer_size sft_dataset_config save_hf save_hf_path
+    reduce_variable_seq_shape_p2p_comm should_get_embedding_weights_for_mtp use_dsa_fused
+    use_dsa_sp_first absorb_backend enable_log_tensor save_tensor save_tensor_dir
+    tp_comm_overlap_bootstrap_backend disable_rotate_activation dsa_indexer_rotate_activation
+    disable_turn_off_bucketing
+"""
 _DERIVED = """
     rank world_size data_parallel_size params_dtype transformer_pipeline_model_parallel_size
     virtual_pipeline_model_parallel_size consumed_train_samples skipped_train_samples
@@ -86,7 +96,9 @@ _DERIVED = """
 """
 DERIVED = tuple(_DERIVED.split())
 """What its checks derive from other arguments, and log with them."""
-_NAMES = frozenset(f"{_KERNELS} {_MESSAGES} {_RUN} {_CHECKPOINTS} {_DATA} {_OF_RELATIVES}".split())
+_NAMES = frozenset(
+    f"{_KERNELS} {_MESSAGES} {_RUN} {_CHECKPOINTS} {_DATA} {_OF_RELATIVES} {_OF_LOONGFORGE}".split()
+)
 _BEGINNINGS = tuple(f"{_OF_OTHERS} {_TOLD}".split())
 
 

@@ -1,7 +1,7 @@
 """Flags of older releases of Megatron-LM, and of what grew from it, in flags of the release.
 
 Sources: `megatron/arguments.py` of Megatron-LM's releases 1 to 3, and of the Megatron-DeepSpeed of
-DeepSpeed and of BigScience, and of bigcode's Megatron-LM.
+DeepSpeed and of BigScience, and of bigcode's Megatron-LM; `loongforge/train/arguments.py`.
 """
 
 import re
@@ -13,12 +13,14 @@ from fivefold.errors import Mistakes
 
 _FULL = ("--recompute-granularity", "full")
 _GROUPS = ("--group-query-attention",)
+_HUGGING_FACE = ("--tokenizer-type", "HuggingFaceTokenizer")
 _RENAMED: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
     {
         "--activations-checkpoint-method": ("--recompute-method", _FULL),
         "--activations-checkpoint-num-layers": ("--recompute-num-layers", ()),
         "--checkpoint-num-layers": ("--recompute-num-layers", ()),
         "--ds-sequence-parallel-size": ("--context-parallel-size", ("--cp-comm-type", "a2a")),
+        "--hf-tokenizer-path": ("--tokenizer-model", _HUGGING_FACE),
         "--layernorm-epsilon": ("--norm-epsilon", ()),
         "--num-key-value-heads": ("--num-query-groups", _GROUPS),
         "--pad-vocab-size-to": ("--padded-vocab-size", ()),
@@ -40,6 +42,7 @@ _SAID: Mapping[tuple[str, str], tuple[str, ...]] = MappingProxyType(
         ("--normalization", "layernorm"): ("--normalization", "LayerNorm"),
         ("--normalization", "rmsnorm"): ("--normalization", "RMSNorm"),
         ("--position-embedding-type", "rotary"): ("--position-embedding-type", "rope"),
+        ("--tokenizer-type", "HFTokenizer"): _HUGGING_FACE,
         ("--zero-stage", "0"): (),
         ("--zero-stage", "1"): ("--use-distributed-optimizer",),
         ("--zero-stage", "2"): (
@@ -83,6 +86,11 @@ def is_pretraining(launcher: Sequence[str]) -> bool:
     if name == "pretrain_mamba.py":
         return True
     return not _NO_PRETRAINING.search(named)
+
+
+def release_flag(flag: str) -> str:
+    """The release's flag for one of a relative's, or the same."""
+    return _RENAMED[flag][0] if flag in _RENAMED else flag
 
 
 def in_release(words: Sequence[str]) -> list[str]:
