@@ -3,7 +3,8 @@
 import argparse
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +12,21 @@ from typing import Any, NoReturn
 
 from fivefold.config.foreign import FOREIGN
 from fivefold.config.megatron_job.command import NO_JOB, Around, Launch, launch_of, ranks_of
+from fivefold.config.megatron_job.described import Described
 from fivefold.config.megatron_job.loongforge import (
-    Described,
     describe,
     is_of_loongforge,
     overrides,
     own_arguments,
 )
-from fivefold.config.megatron_job.relatives import in_release, in_samples, is_tokens, of_later
+from fivefold.config.megatron_job.mindspeed import of_mindspeed
+from fivefold.config.megatron_job.relatives import (
+    grouped,
+    in_release,
+    in_samples,
+    is_tokens,
+    of_later,
+)
 from fivefold.config.megatron_job.release import Argument, known
 from fivefold.config.settings import flag_of, name_of_flag
 from fivefold.config.translation import Named
@@ -178,13 +186,9 @@ def _parser() -> _MegatronParser:
 def _from_command(launch: Launch, folder: Path | None) -> MegatronJob:
     by_file = is_of_loongforge(launch.launcher, launch.arguments)
     words, changed = overrides(launch.arguments) if by_file else ([*launch.arguments], {})
-    found, rest = _parser().parse_known_args(in_release(words))
-    given, unknown = vars(found), list[str]()
-    for word in rest:
-        if word.startswith("--"):
-            unknown.append(word)
-        elif unknown:
-            unknown[-1] += f" {word}"
+    words = in_release(words)
+    found, rest = _parser().parse_known_args(words)
+    given, unknown = vars(found), list(_unknown(words))
     if not given:
         raise ConfigError(NO_JOB)
     dashed = {flag.split()[0]: flag_of(name_of_flag(flag)) for flag in unknown}
@@ -198,11 +202,34 @@ def _from_command(launch: Launch, folder: Path | None) -> MegatronJob:
     left = [flag for flag in left if name_of_flag(flag.split()[0]) not in later]
     job = Described({**given, **counted, **later}, left)
     if by_file:
-        job = describe(job, changed, launch.launcher[-1] if launch.launcher else "", folder)
-    job = own_arguments(job)
-    notes = (*job.notes, *_notes(launch))
+        describe(job, changed, launch.launcher[-1] if launch.launcher else "", folder)
+    of_mindspeed(job)
+    own_arguments(job)
+    job.mistakes.raise_if_any()
+    notes = (*job.notes, *_notes(launch), *_strays(rest, unknown))
     ranks = ranks_of(launch.launcher)
     return MegatronJob(job.given, tuple(job.unknown), ranks, job.vocabulary, notes, job.settings)
+
+
+def _unknown(words: Sequence[str]) -> Iterator[str]:
+    """Flags that the release does not have, with the words that follow them."""
+    flags = known().flags
+    for flag, values in grouped(words):
+        if flag and flag not in flags:
+            yield " ".join((flag, *values))
+
+
+def _strays(rest: Sequence[str], unknown: Sequence[str]) -> Iterator[str]:
+    """Words that follow neither an argument that takes them nor a flag that is not known."""
+    told = Counter(word for flag in unknown for word in flag.split())
+    over: list[str] = []
+    for word in (word for each in rest for word in each.split() if not word.startswith("--")):
+        if told[word] > 0:
+            told[word] -= 1
+        else:
+            over.append(word)
+    if over:
+        yield f"words that belong to no argument: {' '.join(over)[:100]}"
 
 
 def _notes(launch: Launch) -> Iterator[str]:

@@ -89,6 +89,18 @@ _OF_LOONGFORGE = """
     tp_comm_overlap_bootstrap_backend disable_rotate_activation dsa_indexer_rotate_activation
     disable_turn_off_bucketing
 """
+# Of MindSpeed-LLM
+_OF_MINDSPEED = """
+    use_fused_swiglu use_fused_rmsnorm use_fused_rotary_pos_emb no_shared_storage
+    enable_hf2mg_convert enable_mg2hf_convert model_type_hf hf_cfg_dir handler_name
+    moe_permutation_async_comm gemm_gradient_accumulation_fusion tokenizer_not_use_fast
+    tokenizer_padding_side mla_fa_without_pad mla_mm_split disable_gloo_group
+    use_cp_send_recv_overlap use_fused_ring_attention_update ai_framework lora_fusion
+    use_ascend_coc coc_fused_kernel moe_alltoall_overlap_comm moe_fb_overlap enable_mla_absorb
+    use_sparse_flash_attn use_fused_lightning_indexer use_fused_lightning_indexer_loss
+    use_fused_moe_token_permute_and_unpermute mtp_mem_efficient_logits shape_order hccl_op_mode
+    workers use_triton_gdn init_norm_weight_in_fp32 topk_softmax_in_fp32
+"""
 _DERIVED = """
     rank world_size data_parallel_size params_dtype transformer_pipeline_model_parallel_size
     virtual_pipeline_model_parallel_size consumed_train_samples skipped_train_samples
@@ -97,7 +109,8 @@ _DERIVED = """
 DERIVED = tuple(_DERIVED.split())
 """What its checks derive from other arguments, and log with them."""
 _NAMES = frozenset(
-    f"{_KERNELS} {_MESSAGES} {_RUN} {_CHECKPOINTS} {_DATA} {_OF_RELATIVES} {_OF_LOONGFORGE}".split()
+    f"{_KERNELS} {_MESSAGES} {_RUN} {_CHECKPOINTS} {_DATA} {_OF_RELATIVES} {_OF_LOONGFORGE} "
+    f"{_OF_MINDSPEED}".split()
 )
 _BEGINNINGS = tuple(f"{_OF_OTHERS} {_TOLD}".split())
 

@@ -8,7 +8,6 @@ more than those on the command line (`loongforge/train/validators.py`).
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -16,10 +15,11 @@ from typing import Any
 
 import yaml
 
+from fivefold.config.megatron_job.described import Described
 from fivefold.config.megatron_job.harmless import is_harmless
 from fivefold.config.megatron_job.release import Known, known
 from fivefold.config.settings import name_of_flag
-from fivefold.errors import ConfigError, Mistake, Mistakes, shown
+from fivefold.errors import ConfigError, Mistake, shown
 from fivefold.files import read_text
 
 _TABLE = Path("loongforge/utils/config_map.py")
@@ -62,47 +62,6 @@ _IDLE = (
     *("max_sequence_length", "bias_activation_fusion", "peft_config", "rotary_emb_func"),
     "mtp_loss_scaling_factor_decay_ratio",  # of predictions after the first
 )
-_ADAPTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-        "linear_proj": ("o_proj",),
-        "linear_fc1": ("gate_proj", "up_proj"),
-        "linear_fc2": ("down_proj",),
-        "linear_q_proj": ("q_proj",),
-        "linear_q_down_proj": ("q_a_proj",),
-        "linear_q_up_proj": ("q_b_proj",),
-        "linear_kv_down_proj": ("kv_a_proj",),
-        "linear_kv_up_proj": ("kv_b_proj",),
-    }
-)
-"""Modules that its adapters are given to, by the linear layers that they are here."""
-
-
-@dataclass
-class Described:
-    """What a job's own arguments and its model's file come to.
-
-    Attributes:
-        given: arguments of Megatron-LM's.
-        unknown: flags with their values that are left.
-        settings: settings here that no argument of Megatron-LM's says.
-        notes: sentences about what has no counterpart.
-        vocabulary: tokens of the tokenizer; None: not known.
-    """
-
-    given: dict[str, Any]
-    unknown: list[str]
-    settings: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    vocabulary: int | None = None
-
-    def take(self, name: str) -> str | None:
-        """The value of a flag that the release does not have, which then is read; of several the
-        last."""
-        split = [(name_of_flag(flag.split()[0]), flag) for flag in self.unknown]
-        self.unknown = [flag for named, flag in split if named != name]
-        given = [flag.partition(" ")[2] for named, flag in split if named == name]
-        return given[-1] if given else None
 
 
 def is_of_loongforge(launcher: Sequence[str], words: Sequence[str]) -> bool:
@@ -119,10 +78,8 @@ def overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return [word for word in words if word not in found], fields
 
 
-def describe(
-    job: Described, changed: Mapping[str, str], program: str, folder: Path | None
-) -> Described:
-    """The arguments of a job with those that its model's file says.
+def describe(job: Described, changed: Mapping[str, str], program: str, folder: Path | None) -> None:
+    """Add to the arguments of a job those that its model's file says.
 
     Args:
         job: its arguments.
@@ -148,7 +105,6 @@ def describe(
         job.settings["qk_layernorm_type"] = "all_heads"
     _read_fields(job, fields, known(), file)
     _read_adapters(job, fields.get("peft_config"))
-    return job
 
 
 def _named(name: str, roots: Sequence[Path]) -> Path:
@@ -209,9 +165,8 @@ def _fields(file: Path) -> dict[str, Any]:
 
 def _read_fields(job: Described, fields: Mapping[str, Any], release: Known, file: Path) -> None:
     kinds = {argument.name: argument for argument in release.arguments}
-    mistakes = Mistakes()
     if (turns := fields.get("rotary_emb_func", "RotaryEmbedding")) != "RotaryEmbedding":
-        mistakes.add(f"rotary_emb_func = {turns} of {file.name}: no model here has that")
+        job.mistakes.add(f"rotary_emb_func = {turns} of {file.name}: no model here has that")
     for name, value in fields.items():
         target = _ALIASES.get(name, name)
         if isinstance(value, str) and (resolved := _RESOLVED.fullmatch(value.strip())):
@@ -226,54 +181,38 @@ def _read_fields(job: Described, fields: Mapping[str, Any], release: Known, file
             try:
                 job.given[target] = number(value) if number and with_kind else value
             except ValueError:
-                mistakes.add(f"{name} of {file.name} cannot be {shown(value)}")
+                job.mistakes.add(f"{name} of {file.name} cannot be {shown(value)}")
         elif name in _STRETCH:
-            job.settings[name] = value
+            job.settings |= {name: value} if fields.get("multi_latent_attention") else {}
         elif name not in _IDLE and value is not None and not is_harmless(name):
-            mistakes.add(f"{name} = {shown(value)} of {file.name}: no model here has that")
-    mistakes.raise_if_any()
+            job.mistakes.add(f"{name} = {shown(value)} of {file.name}: no model here has that")
 
 
 def _read_adapters(job: Described, fields: Mapping[str, Any] | None) -> None:
     """Adapters are a part of the model's file, whose rank and scale its flags may change."""
-    rank, alpha = job.take("lora_dim"), job.take("lora_alpha")
-    if fields is None:
-        return
-    modules = fields.get("target_modules") or ()
-    if wild := [name for name in modules if name not in _ADAPTED]:
-        raise ConfigError(f"target_modules {' '.join(wild)} of its adapters: none is known here")
-    job.settings |= {
-        "lora_rank": rank or fields.get("dim", 32),
-        "lora_alpha": alpha or fields.get("alpha", 32),
-        "lora_dropout": fields.get("dropout", 0.0),
-        "lora_target_modules": [name for module in modules for name in _ADAPTED[module]],
-    }
-    if {"linear_qkv", "linear_fc1"} & {*modules}:
-        job.notes.append(
-            "its adapters of linear_qkv and linear_fc1 have one first matrix for the layers that "
-            "are one there: here each has its own"
+    rank, alpha = job.number("lora_dim"), job.number("lora_alpha")
+    if fields is not None:
+        job.adapt(
+            rank or fields.get("dim", 32),
+            alpha or fields.get("alpha", 32),
+            fields.get("target_modules") or ("linear_qkv", "linear_proj", "linear_fc1"),
+            fields.get("dropout", 0.0),
         )
 
 
-def own_arguments(job: Described) -> Described:
+def own_arguments(job: Described) -> None:
     """What flags that only LoongForge has come to, among Megatron-LM's and settings here."""
-    mistakes = Mistakes()
     wide = job.take("use_fp32_dtype_for_param_pattern")
     if wide and not all("expert_bias" in each for each in wide.split()):
         job.notes.append(f"use_fp32_dtype_for_param_pattern = {wide}: weights are in one type here")
-    if (tokens := job.take("vocab_size_in_config_file")) and job.vocabulary is None:
+    if (tokens := job.number("vocab_size_in_config_file")) and job.vocabulary is None:
         job.vocabulary = int(tokens)
     for name in _STRETCH:
-        if value := job.take(name):
-            job.settings[name] = value
-        if not job.given.get("multi_latent_attention"):
-            job.settings.pop(name, None)
+        if (value := job.number(name)) and job.given.get("multi_latent_attention"):
+            job.settings[name] = value if name.startswith("beta") else int(value)
     _read_phase(job)
     _read_context(job)
-    stages = _read_stages(job, mistakes)
-    _read_recomputed(job, stages, mistakes)
-    mistakes.raise_if_any()
-    return job
+    _read_recomputed(job, _read_stages(job))
 
 
 def _read_phase(job: Described) -> None:
@@ -290,7 +229,8 @@ def _read_phase(job: Described) -> None:
 
 def _read_context(job: Described) -> None:
     """Ulysses within groups of ranks, a ring between them."""
-    inner, ranks = int(job.take("context_parallel_ulysses_degree") or 1), _number(job, "context")
+    inner = int(job.number("context_parallel_ulysses_degree") or 1)
+    ranks = job.degree("context")
     if 1 < inner < ranks:
         sizes = [inner, ranks // inner]
         job.given |= {"cp_comm_type": ["a2a+p2p"], "hierarchical_context_parallel_sizes": sizes}
@@ -298,61 +238,41 @@ def _read_context(job: Described) -> None:
         job.given["cp_comm_type"] = ["a2a"]
 
 
-def _number(job: Described, kind: str) -> int:
-    return int(job.given.get(f"{kind}_parallel_size") or 1)
-
-
-def _read_stages(job: Described, mistakes: Mistakes) -> list[int]:
+def _read_stages(job: Described) -> list[int]:
     """Layers of each stage, which are a layout; empty: not said."""
-    by_rank, by_stage = (
-        job.take("custom_pipeline_layers"),
-        job.take("custom_virtual_pipeline_layers"),
-    )
+    ranks = job.numbers("custom_pipeline_layers")
     chunks = job.given.get("num_virtual_stages_per_pipeline_rank") or 1
-    if by_stage:
-        layers = _listed("custom_virtual_pipeline_layers", by_stage, mistakes)
-    elif by_rank:
-        ranks = _listed("custom_pipeline_layers", by_rank, mistakes)
-        # The later of a rank's chunks have the layers that are over.
-        layers = [(n + chunk) // chunks for chunk in range(chunks) for n in ranks]
-    else:
+    # The later of a rank's chunks have the layers that are over.
+    cut = [(n + chunk) // chunks for chunk in range(chunks) for n in ranks]
+    layers = job.numbers("custom_virtual_pipeline_layers") or cut
+    if not layers:
         return []
-    stages, every = _number(job, "pipeline_model") * chunks, job.given.get("num_layers")
+    stages, every = job.degree("pipeline_model") * chunks, job.given.get("num_layers")
     if len(layers) != stages or sum(layers) != every:
-        mistakes.add(
+        job.mistakes.add(
             f"stages of {layers} layers: there are {stages} stages, and {every} layers in all"
         )
-    cut = "|".join("t" * n for n in layers)
-    further = "m" * (job.given.get("mtp_num_layers") or 0)
     if stages > 1:
-        job.given["pipeline_model_parallel_layout"] = f"E{cut}{further}L"
+        job.cut(layers)
         job.given.pop("num_virtual_stages_per_pipeline_rank", None)
     return layers
 
 
-def _read_recomputed(job: Described, stages: Sequence[int], mistakes: Mistakes) -> None:
+def _read_recomputed(job: Described, stages: Sequence[int]) -> None:
     """Layers that each rank's stages recompute, the first ones."""
-    if not (text := job.take("custom_pipeline_recompute_layers")):
+    name = "custom_pipeline_recompute_layers"
+    if not (numbers := job.numbers(name)):
         return
-    numbers = _listed("custom_pipeline_recompute_layers", text, mistakes)
-    ranks = _number(job, "pipeline_model")
+    ranks = job.degree("pipeline_model")
     held = [sum(stages[rank::ranks]) for rank in range(ranks)]
     if stages and numbers == held:
         job.given |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     elif len(stages) > ranks:
-        mistakes.add(
-            f"custom_pipeline_recompute_layers {text}: of which of the stages of a rank they are "
-            "is not known here",
+        job.mistakes.add(
+            f"{name} {','.join(map(str, numbers))}: of which of the stages of a rank they are is "
+            "not known here",
             works=[f"{','.join(map(str, held))}, all layers", "--recompute-num-layers N"],
         )
     else:
         job.given["recompute_method"] = "block"
         job.settings["recompute_num_layers"] = numbers
-
-
-def _listed(name: str, text: str, mistakes: Mistakes) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() for word in words):
-        mistakes.add(f"{name} cannot be {shown(text)}: numbers with commas between")
-        return []
-    return [int(word) for word in words]
