@@ -231,18 +231,8 @@ class ShellScript:
         return found
 
     def _command(self, words: Sequence[str], document: Token | None) -> bool:
-        place = 0
-        while place < len(words) and (parts := _ASSIGNMENT.fullmatch(words[place])):
-            _assign(self.variables, self._expander, *parts.groups())
-            place += 1
-        if place == len(words):
-            return True
-        if words[place] in _DECLARING:
-            for word in words[place + 1 :]:
-                if parts := _ASSIGNMENT.fullmatch(word):
-                    _assign(self.variables, self._expander, *parts.groups())
-            return True
-        fields = self._expander.fields(words[place:])
+        words = _assigned(self.variables, self._expander, words)
+        fields = self._expander.fields(words) if words else []
         if fields and document and PurePath(fields[0]).name in _SHELLS:
             expanded = document.kind == "document"
             inner = self._expander.in_quotes(document.text) if expanded else document.text
@@ -271,6 +261,21 @@ class ShellScript:
             return True
         self._doubts.append(f"$({readable(name)})")
         return not self.asking
+
+
+def _assigned(variables: Variables, expander: Expander, words: Sequence[str]) -> Sequence[str]:
+    """Give the variables before a command, or in one that declares them, their values; what is left
+    of the command."""
+    place = 0
+    while place < len(words) and (parts := _ASSIGNMENT.fullmatch(words[place])):
+        _assign(variables, expander, *parts.groups())
+        place += 1
+    if place == len(words) or words[place] not in _DECLARING:
+        return words[place:]
+    for word in words[place + 1 :]:
+        if parts := _ASSIGNMENT.fullmatch(word):
+            _assign(variables, expander, *parts.groups())
+    return ()
 
 
 def _assign(
