@@ -142,9 +142,16 @@ def _of_checkpoint(folder: Path) -> MegatronJob:
 
 
 def _refused(config: Config, ranks: int) -> list[str]:
-    """Lines on why a recipe cannot run here on so many ranks; none if it can."""
-    try:
+    """Lines on why `train --dry-run` refuses a recipe on so many ranks; none if it does not."""
+    from fivefold.train.corpora import check_data_settings
+
+    mistakes = Mistakes()
+    with mistakes.collecting():
         check(config, ranks)
+    with mistakes.collecting():
+        check_data_settings(config)
+    try:
+        mistakes.raise_if_any()
     except ConfigError as error:
         return str(error).splitlines()
     return []

@@ -56,6 +56,7 @@ BREAKS = (
     *("--save-interval 30 --save-retain-interval 45", "--iterations-to-skip 1000", "--min-lr 1"),
     *("--num-experts 8 --moe-router-topk 9", "--cuda-graph-impl local --hidden-dropout 0.1"),
     *("--optimizer dist_muon --optimizer-cpu-offload", "--rampup-batch-size 3 5 100"),
+    "--sft",  # of what holds no conversations
 )
 
 

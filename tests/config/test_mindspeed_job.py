@@ -123,6 +123,7 @@ def test_conversations_and_tokenizers_are_read() -> None:
                "PretrainedFromHF --tokenizer-name-or-path models/a")  # fmt: skip
     assert found.values["sft"] and found.values["tokenizer_model"] == "models/a/tokenizer.json"
     assert any("prompt_type = qwen" in line for line in found.lost)
+    assert "eod_mask_loss" not in found.values  # of which conversations take none
 
 
 @pytest.mark.parametrize(

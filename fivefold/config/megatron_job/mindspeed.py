@@ -137,6 +137,8 @@ def _read_layers(job: Described) -> None:
         each = abs(int(every_which)) or 1
         sparse = [n >= dense and n % each == 0 for n in there]
         job.given["moe_layer_freq"] = runs(sparse)
+    elif every_which.startswith("-"):  # every layer's number divides by it, too
+        job.given["moe_layer_freq"] = every_which[1:]
     if not idle and not stages:
         return
     ranks = job.degree("pipeline_model")
