@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from fivefold.config.foreign import FOREIGN
+from fivefold.config.foreign import foreign
 from fivefold.config.megatron_job.command import NO_JOB, Around, Launch, launch_of, ranks_of
 from fivefold.config.megatron_job.relatives import in_release, in_samples, is_tokens, of_later
 from fivefold.config.megatron_job.release import Argument, known
@@ -199,7 +199,6 @@ def _notes(launch: Launch) -> Iterator[str]:
 
 def lost_argument(name: str, value: Any) -> str:
     """A sentence about an argument that has no counterpart."""
-    foreign = FOREIGN.get(name)
-    notes = [] if foreign is None else [" or ".join(foreign.flags), foreign.note]
-    note = "; ".join(filter(None, notes))
+    ours = foreign(name)
+    note = "; ".join(filter(None, [" or ".join(ours.flags), ours.note]))
     return f"{name} = {shown(value)}" + (f": {note}" if note else "")
