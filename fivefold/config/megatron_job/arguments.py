@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from fivefold.config.foreign import foreign
@@ -21,6 +22,13 @@ _LINE = re.compile(r"(\w+) \.{2,}(?: (.*))?$")
 _MEMBERS = re.compile(r"<\w+\.(\w+): ")  # of enumerations
 _VOCABULARY = re.compile(r"padded vocab \(size: (\d+)\)")
 _NOWHERE = Around()
+_OLDER: Mapping[str, str] = MappingProxyType(
+    {
+        "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+        "norm_epsilon": "layernorm_epsilon",
+    }
+)
+"""Names that arguments have in logs and checkpoints of older releases."""
 
 
 @dataclass
@@ -46,6 +54,7 @@ class MegatronJob:
     _read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.given = {_OLDER.get(name, name): value for name, value in self.given.items()}
         mistakes = Mistakes()
         for argument in known().arguments:
             value = self.given.get(argument.name, argument.default)
