@@ -47,6 +47,14 @@ EXACT: dict[str, tuple[ModelConfig, int]] = {
     ),
     "two parts": (replace(SQUARED, moe_router_topk=4), 2),
     "four parts": (replace(SQUARED, moe_router_topk=4), 4),
+    "one mixer a layer": (
+        replace(
+            FAMILIES["hybrid"],
+            hybrid_override_pattern="M*E",
+            **{"num_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 12},
+        ),
+        2,
+    ),
     "scaled shares": (replace(SQUARED, moe_router_topk=4, **SIGMOID), 2),
 }
 """Layers whose experts add up to the MLP whatever the router says."""
