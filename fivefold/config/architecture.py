@@ -140,8 +140,8 @@ class Architecture:
     activation_func: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu", "xielu"] = (
         option(
             "silu",
-            "activation of the MLP; quick_gelu is x sigmoid(1.702 x), squared_relu max(x, 0) squared; "
-            "xielu has learned parameters, as in Apertus",
+            "activation of the MLP; quick_gelu is x sigmoid(1.702 x), squared_relu is max(x, "
+            "0)^2; xielu has learned parameters, as in Apertus",
         )
     )
     gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
