@@ -125,8 +125,9 @@ class _State:
 
 
 def _parameter_bytes(config: Config, *, trained: bool) -> Values:
-    """[2, 2, 2, strategies] bytes per parameter: kept whole or sharded; at a step's start or made
-    by gradients; on ranks with others or alone."""
+    """[2, 2, 2, strategies] bytes of a parameter: whole, or to be divided by the ranks that share
+    it; present at a step's start, or as gradients that the step makes; on a rank with others, or
+    alone."""
     found = np.zeros((2, 2, 2, len(SHARDINGS)))
     for number, alone in product(range(len(SHARDINGS)), (False, True)):
         asked = config.with_values(data_parallel_sharding_strategy=SHARDINGS[number].name)

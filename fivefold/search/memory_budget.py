@@ -279,8 +279,8 @@ class MemoryChooser:
 
 
 def _unbeaten(ways: Sequence[tuple[Candidate, Settings]]) -> list[Settings]:
-    """Ways of recomputing by the time and memory of one layer, fastest first, without those that
-    another way beats in time and in every rank's memory."""
+    """Ways of recomputing every layer alike, fastest first, without those that another way beats in
+    time and in every rank's memory."""
     usual = {"recompute_method": "uniform", "recompute_num_layers": (1,)}
     kinds = [
         (candidate, way)

@@ -92,7 +92,7 @@ class Loads:
 
 
 def in_buckets(space: Space) -> NDArray[np.bool_]:
-    """Whether gradients are sent in buckets, whose last one may be small: an index into `MANY`."""
+    """Whether gradients are sent in buckets, of which the last may be small."""
     if space.config.gathers_weights("no_shard"):
         return np.zeros(len(space), bool)
     return ~space.sharded("splits_optimizer")

@@ -149,8 +149,7 @@ class Space:
 
 
 def sharing(columns: Columns, choices: Sequence[MemoryChoice]) -> NDArray[np.bool_]:
-    """The rows whose memory choice applies: choices for shared sequences only need context
-    parallelism."""
+    """The rows whose memory choice applies; some choices apply only with context parallelism."""
     needs = np.array([choice.needs_context for choice in choices], bool)[columns["memory"]]
     rows: NDArray[np.bool_] = ~needs | (columns["cp"] > 1)
     return rows

@@ -35,8 +35,7 @@ def _lacking(space: Space) -> _Counts:
 
 
 def _settings_lacking(space: Space) -> _Counts:
-    """For each candidate the settings that the trainer lacks; sizes matter mostly by whether they
-    are 1."""
+    """For each candidate the number of its settings that the trainer lacks."""
     c = space.columns
     decides = {
         **{name: c[name] for name in ("sp", "ep", "pairs", "memory")},
