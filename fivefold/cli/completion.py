@@ -38,9 +38,9 @@ SCRIPTS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Options:
-    """Print the lines that let a shell complete commands, flags, their values and recipes.
+    """Print the code with which a shell completes commands, flags, their values and recipes.
 
-    For bash: `eval "$(fivefold completion bash)"` in ~/.bashrc; zsh alike, in ~/.zshrc; for fish:
+    For bash: `eval "$(fivefold completion bash)"` in ~/.bashrc; for zsh the same in ~/.zshrc; fish:
     `fivefold completion fish > ~/.config/fish/completions/fivefold.fish`.
     """
 

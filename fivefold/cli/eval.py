@@ -58,10 +58,10 @@ def _same(name: str, default: Any = None) -> Any:
 class Options:
     """Compute the loss of a run's checkpoint over its validation sets, in any layout.
 
-    Without flags one device reads what the run itself reads at an evaluation: the same losses.
-    Perplexity is exp(loss) by token; bits a byte, known for byte-level tokenizers, compare models
-    with different tokenizers. --tasks evaluates tasks of lm-evaluation-harness instead, on one
-    device (extra: fivefold[eval]).
+    Without flags one device reads the batches of the run's own evaluations, and gets the same
+    losses. Perplexity is exp(loss) per token; bits per byte, known for byte-level tokenizers,
+    compare models with different tokenizers. --tasks evaluates tasks of lm-evaluation-harness
+    instead, on one device (extra: fivefold[eval]).
     """
 
     run: str = argument(RUN_HELP)
@@ -73,9 +73,11 @@ class Options:
         (), "tasks of lm-evaluation-harness that choose or score: names, or paths of .yaml files"
     )
     num_fewshot: Whole | None = option(
-        None, "examples in each context of --tasks (default: the task's)"
+        None, "with --tasks: examples in each prompt (default: the task's)"
     )
-    limit: Count | None = option(None, "first documents of each of --tasks (default: all)")
+    limit: Count | None = option(
+        None, "with --tasks: use only this many documents of each task (default: all)"
+    )
     valid_data_path: tuple[str, ...] = _same("valid_data_path", ())
     split: str | None = _same("split")
     eval_iters: int | None = _same("eval_iters")

@@ -45,19 +45,19 @@ class Options:
         None, "number of GPUs (default: that of the cluster's file, one node, or the runs')"
     )
     from_runs: tuple[str, ...] = option(
-        (), "run folders from which to learn the machine's constants before planning"
+        (), "run folders to fit the machine's constants to before planning"
     )
     learned: str | None = option(
-        None, "with --from, also write the machine as the runs show it to this .toml file"
+        None, "with --from: also write the fitted machine to this .toml file"
     )
     host_memory: Positive | None = option(
-        None, "GB of memory of a node's hosts (default: those of the cluster)"
+        None, "GB of host memory per node (default: the cluster's)"
     )
     memory_budget: str | None = option(
         None, f"{BUDGET_HELP} (default: the GPU's, less what is reserved and left free)"
     )
     memory_margin: Share | None = option(
-        None, "share of a GPU's memory to leave free (default: the cluster's, 0.05 as a rule)"
+        None, "share of a GPU's memory to leave free (default: the cluster's, usually 0.05)"
     )
     verbose: bool = option(
         False, "also show time, kernels, memory, messages, trade-offs and a whole run in detail"
@@ -73,13 +73,13 @@ class Options:
         False, "choose only schedules and techniques that published runs have used"
     )
     guide: bool = option(
-        False, "show what the decision tables of public guides say, and what that would cost"
+        False, "show what decision tables of public guides recommend, and how much slower that is"
     )
     train_tokens: str | None = option(
         None, "tokens of a whole run, such as 15T: show GPU hours, days and checkpoints"
     )
     emit: Literal["fivefold", "megatron", "torchtitan", "deepspeed"] | None = option(
-        None, "print only the settings for this trainer of the best layout that it can run"
+        None, "print only settings, for this trainer, of the best layout that it can run"
     )
     html: str | None = option(
         None, "also write a page with timeline, memory and parts of the step time to this file"

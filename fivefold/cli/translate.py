@@ -32,11 +32,11 @@ from fivefold.units import several
 
 @dataclass(frozen=True)
 class Options:
-    """Write a recipe that is a job of Megatron-LM (same model, layout, batch, rates and data) or of
-    DeepSpeed (what its file of settings says).
+    """Translate a job of Megatron-LM, or the JSON settings of DeepSpeed, into a recipe.
 
-    Arguments that are not given have the trainer's defaults. What has no counterpart here is told,
-    and stands in the recipe as comments.
+    The recipe has the same model, layout, batch, learning rates and data. Missing arguments get
+    that trainer's defaults. Arguments without a counterpart are printed, and written into the
+    recipe as comments.
     """
 
     source: str = argument(
@@ -45,16 +45,16 @@ class Options:
     )
     target: str | None = argument("recipe to write (default: print it)", None)
     vocab_size: Count | None = option(
-        None, "tokens of the tokenizer, if the job does not say (default: what it says)"
+        None, "tokens of the tokenizer, if the job does not give them"
     )
     script_arguments: str | None = option(
-        None, "Megatron-LM: what its script is called with, as one text (default: nothing)"
+        None, "Megatron-LM: arguments of the job's script, as one text (default: none)"
     )
     model: str | None = option(
-        None, "DeepSpeed: preset, hub name, or path of a config.json (its files say no model)"
+        None, "DeepSpeed: preset, hub name, or path of a config.json (its files name no model)"
     )
     nproc: Count | None = option(
-        None, "DeepSpeed: number of ranks (default: what its batch sizes say)"
+        None, "DeepSpeed: number of ranks (default: derived from its batch sizes)"
     )
 
 

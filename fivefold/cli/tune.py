@@ -52,20 +52,22 @@ TrialSteps = Annotated[int, Allowed(lambda v: v >= 2, "at least 2")]
 class Options:
     """Find the fastest layout of a recipe on this machine, by training it for a few steps.
 
-    The plan's best layouts are tried, each for a few real steps; every time teaches the planner
-    this machine, and says which layout is worth trying next, until none is. Layout settings that
-    are flags stay. Writes the recipe with the layout found, the machine, and all trials.
+    The plan's best layouts are trained for a few steps each. Every measured time is fitted by the
+    planner, which then chooses the next layout, until no further trial is worth its time. Layout
+    settings given as flags stay. Writes the recipe with the layout found, the machine, and all
+    trials.
     """
 
     recipe: str | None = argument(RECIPE_HELP, None)
     nproc: Count | None = option(None, f"{NPROC_HELP} (default: 1)")
     device: Asked = option("auto", f"where to train; {DEVICE_HELP}")
     cluster: str | None = option(
-        None, "kind of GPU, or TOML file of a cluster, to begin with (default: measures this one)"
+        None,
+        "kind of GPU, or TOML file of a cluster, to begin with (default: measure this machine)",
     )
     trial_steps: TrialSteps = option(5, "steps of a layout's first trial; the first is not counted")
     run_steps: Positive = option(
-        10_000.0, "steps of the runs to come: a trial is worth its time if they gain as much"
+        10_000.0, "expected steps of future runs; a trial must save more time in them than it costs"
     )
     max_trials: Count = option(24, "most layouts to try")
     out: str | None = option(

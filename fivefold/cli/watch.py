@@ -29,14 +29,14 @@ Interval = Annotated[float, Allowed(lambda v: 0 < v <= LONGEST, f"in (0, {LONGES
 
 @dataclass(frozen=True)
 class Options:
-    """Show a run in the terminal while it goes on, until its last step.
+    """Show the progress of a run in the terminal, until its last step.
 
-    It reads the files of the run folder only, so that it may run on any machine that sees them.
+    It only reads files of the run folder, so it works on any machine that sees the folder.
     """
 
     run: str = argument(RUN_HELP)
-    interval: Interval = option(2.0, "seconds between looks")
-    once: bool = option(False, "look once")
+    interval: Interval = option(2.0, "seconds between updates")
+    once: bool = option(False, "print the state once and exit")
 
 
 def run(argv: Sequence[str]) -> int:

@@ -44,12 +44,13 @@ class TrainingConfig:
     seq_length: Count = option(1024, "tokens per sequence")
     rampup_batch_size: tuple[int, ...] = option(
         (),
-        "three numbers: sequences of the first step, how many are added again and again until "
-        "they are global_batch_size, and the samples that this takes",
+        "three numbers: sequences of the first step, how many are added at a time until "
+        "global_batch_size is reached, and the samples over which this happens",
     )
     train_iters: Count = option(100, "optimizer steps")
     train_samples: Count | None = option(
-        None, "sequences of the whole run, in place of train_iters: rates count samples, too"
+        None,
+        "sequences of the run, instead of train_iters; the learning rate then counts samples",
     )
     seed: Annotated[int, Allowed(lambda v: 0 <= v < 1 << 63, "in 0 .. 2^63 - 1")] = option(
         1234, "seed of initial weights, data order and dropout, whatever the layout"
@@ -65,21 +66,21 @@ class TrainingConfig:
         "how 8-bit tensors are scaled; delayed: by the largest elements of earlier steps",
     )
     fp8_margin: int = option(
-        0, "with delayed scales: powers of two that are left free above the largest element"
+        0, "with delayed scales: divide the scale by 2 to this power, as headroom"
     )
     fp8_amax_history_len: Count = option(
         1, "with delayed scales: steps whose largest elements are remembered"
     )
     fp8_amax_compute_algo: Literal["most_recent", "max"] = option(
-        "most_recent", "with delayed scales: which of the remembered largest elements scales"
+        "most_recent",
+        "with delayed scales: use the latest remembered largest element, or the maximum",
     )
     fp8_param_gather: bool = option(
-        False, "with fp8_format and sharded weights: gather those of linear layers in 8 bits"
+        False, "with fp8_format and sharded weights: gather weights of linear layers in 8 bits"
     )
     disable_parameter_transpose_cache: bool = option(
         False,
-        "with fp8_format: quantise weights for every product, not once for all microbatches of a "
-        "step, which takes up to two bytes a parameter",
+        "with fp8_format: quantise weights for each product, not once a step (saves 2 bytes each)",
     )
     fp4_format: Literal["e2m1"] | None = option(
         None, "4-bit format of matrix multiplications on top of bf16"
@@ -90,35 +91,36 @@ class TrainingConfig:
     )
     cuda_graph_impl: Literal["local"] | None = option(
         None,
-        "record the forwards and backwards of a step as a CUDA graph, which the host launches at "
-        "once; of rows that are one document each (--no-reset-attention-mask)",
+        "record a step's forwards and backwards as a CUDA graph, which the host launches at once; "
+        "needs rows of one document each (--no-reset-attention-mask)",
     )
     cuda_graph_scope: Literal["full_iteration"] = option(
         "full_iteration", "what cuda_graph_impl records: the forwards and backwards of whole steps"
     )
     bias_swiglu_fusion: bool = option(
         True,
-        "compute SwiGLU, quick GeGLU or a squared ReLU in one kernel of a GPU, and its backward in "
-        "another",
+        "on GPUs: SwiGLU, quick GeGLU or a squared ReLU in one kernel forward, one backward",
     )
     bias_gelu_fusion: bool = option(
-        True, "compute GeGLU, or GELU with row weights, in one kernel of a GPU, backward in another"
+        True, "on GPUs: GeGLU, or GELU with row weights, in one kernel forward, one backward"
     )
-    rope_fusion: bool = option(True, "rotate queries and keys in one kernel of a GPU")
+    rope_fusion: bool = option(True, "on GPUs: rotate queries and keys in one kernel")
     bias_dropout_fusion: bool = option(
         True,
-        "make a dropout mask, drop, and add to the residual stream in one kernel of a GPU; drop "
-        "attention's probabilities within its own kernel",
+        "on GPUs: dropout and residual sum in one kernel; attention dropout in attention's",
     )
     fused_residual_rmsnorm: bool = option(
-        False, "sum after attention, and normalise the sum, in one kernel of a GPU, backward too"
+        False,
+        "on GPUs: the residual sum after attention and the next norm in one kernel",
     )
     gradient_accumulation_fusion: bool = option(
-        True, "let products add weight gradients to those of earlier microbatches, in their type"
+        True,
+        "let products add weight gradients to those of earlier microbatches",
     )
     label_smoothing: Share = option(0.0, "probability spread evenly over the true vocabulary")
     z_loss_coeff: NonNegative = option(
-        0.0, "factor of the squared log-sum-exp of logits that is added to a token's training loss"
+        0.0,
+        "factor of the squared log-sum-exp of logits, added to a token's training loss",
     )
     mtp_loss_scaling_factor: NonNegative = option(
         0.1, "weight of the mean loss of further predictions (multi-token prediction)"
@@ -126,61 +128,62 @@ class TrainingConfig:
     eval_interval: Whole = option(0, "steps between evaluations on the validation sets; 0: never")
     eval_iters: Whole = option(4, "global batches per evaluation of a set; 0: no evaluations")
     full_validation: bool = option(
-        False, "evaluate each sample of the validation sets, not eval_iters batches"
+        False, "evaluate each sample of the validation sets once, instead of eval_iters batches"
     )
     check_for_nan_in_loss_and_grad: bool = option(
         True, "stop before the optimizer step when the loss or gradient norm is not finite"
     )
     check_for_spiky_loss: bool = option(
-        False, "treat a step whose loss is far above those before it as one that is not finite"
+        False, "treat a step whose loss spikes like one that is not finite"
     )
     spiky_loss_factor: Annotated[float, Allowed(lambda v: v > 1, "above 1")] = option(
-        2.0, "a loss above so many times the median of the last 100 steps is a spike"
+        2.0, "a spike is a loss above this many times the median of the last 100 steps"
     )
     bad_step_action: BadStepAction = option(
         "stop",
-        "what follows a step that is not finite or spikes: stop; skip to the next data; or rewind "
-        "to the latest saved state, with the next data",
+        "after a step that is not finite or spikes: stop; skip to the next data; or rewind to the "
+        "latest saved state and continue with the next data",
     )
     check_weight_hash_across_dp_replicas_interval: Whole = option(
-        0, "steps after which replicas compare hashes of their weights, as before a save; 0: never"
+        0,
+        "steps between comparisons of replicas' weights (also before saves); 0: never",
     )
     check_loss_across_dp_replicas_interval: Whole = option(
         0,
-        "steps after which replicas compare their losses and gradients of the same microbatches; "
-        "0: never",
+        "steps between comparisons of replicas' losses and gradients of one batch; 0: never",
     )
     distributed_timeout_minutes: Positive = option(
         10.0, "minutes after which a waiting collective fails"
     )
     watchdog_timeout_seconds: NonNegative = option(
         60.0,
-        "seconds without progress after which the rank at fault is named; 0: never",
+        "seconds without progress after which the hanging rank is named; 0: never",
     )
     numa_binding: NumaBinding | None = option(
         None,
-        "bind each rank to CPUs near its GPU, or near its memory: those of its NUMA node, of its "
-        "socket, or cores of its own",
+        "bind ranks to CPUs near their GPU or memory: their NUMA node's, socket's, or exclusive "
+        "ones",
     )
     exit_duration_in_mins: Positive | None = option(
-        None, "minutes after which a start saves the step then under way, and ends, as by SIGTERM"
+        None, "minutes after which the run saves its current step and exits, as after SIGTERM"
     )
     exit_interval: Count | None = option(
-        None, "a start ends, and saves, after a step that is a multiple of this; none: after none"
+        None, "save and exit after a step that is a multiple of this; none: at the end only"
     )
     iterations_to_skip: tuple[Whole, ...] = option(
         (),
-        "steps that only consume their data, by the number of steps before each (5: the sixth): "
-        "rates stay where they are, and nothing is evaluated, saved or logged after them",
+        "steps whose data is consumed without training, each given as the number of steps before "
+        "it (5: the sixth); the learning rate stays, nothing is evaluated, saved or logged",
     )
     manual_gc: bool = option(
-        False, "collect Python's garbage on all ranks at the same steps, not whenever each likes"
+        False,
+        "collect Python's garbage on all ranks at the same steps, instead of at different times",
     )
     manual_gc_interval: Whole = option(
         0, "steps between collections with manual_gc; 0: only before the first step"
     )
     deterministic_mode: bool = option(
-        False, "use only kernels that give the same bits in every run; some are slower"
+        False, "use only kernels whose results are bit-identical in every run; some are slower"
     )
 
     @property
@@ -251,12 +254,12 @@ class OptimizerConfig:
         "adam", "AdamW for all weights, or Muon for the matrices of the layers and AdamW for others"
     )
     lr: Positive = option(3e-4, "peak learning rate")
-    min_lr: NonNegative = option(0.0, "learning rate that the decay ends at")
+    min_lr: NonNegative = option(0.0, "learning rate at which the decay ends")
     decoupled_lr: Positive | None = option(
         None, "peak learning rate of the embedding and of the output layer (default: lr)"
     )
     decoupled_min_lr: NonNegative | None = option(
-        None, "learning rate that their decay ends at (default: min_lr)"
+        None, "learning rate at which that decay ends (default: min_lr)"
     )
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "cosine", "shape of the decay after the warm-up"
@@ -279,16 +282,17 @@ class OptimizerConfig:
     )
     weight_decay: NonNegative = option(0.1, "decoupled weight decay; biases and norms have none")
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
-        "constant", "shape in which the weight decay grows over the run"
+        "constant", "how the weight decay grows over the run"
     )
-    start_weight_decay: NonNegative | None = option(None, "weight decay that it grows from")
-    end_weight_decay: NonNegative | None = option(None, "weight decay that it grows to")
+    start_weight_decay: NonNegative | None = option(None, "initial weight decay, if it grows")
+    end_weight_decay: NonNegative | None = option(None, "final weight decay, if it grows")
     adam_beta1: Share = option(0.9, "decay of the first moment")
     adam_beta2: Share = option(0.95, "decay of the second moment")
     adam_eps: Positive = option(1e-8, "added to the root of the second moment")
     muon_momentum: Share = option(0.95, "decay of Muon's mean of gradients")
     muon_nesterov: bool = option(
-        False, "orthogonalise the mean with the present gradient once more, as Nesterov's momentum"
+        False,
+        "add the current gradient to the mean once more before orthogonalising it",
     )
     muon_num_ns_steps: Count = option(5, "Newton-Schulz iterations that orthogonalise a matrix")
     muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = option(
@@ -297,32 +301,34 @@ class OptimizerConfig:
         "sqrt(out/in)",
     )
     muon_extra_scale_factor: Positive = option(
-        1.0, "further factor; 0.2 with spectral makes updates about as large as AdamW's"
+        1.0,
+        "further factor of Muon's updates; 0.2 with spectral makes them about as large as AdamW's",
     )
     clip_grad: NonNegative = option(1.0, "largest global gradient norm; 0: no clipping")
     qk_clip: bool = option(
-        False, "after a step, scale query and key weights of heads with a logit above the threshold"
+        False,
+        "after a step, shrink query and key weights of heads with logits above qk_clip_threshold",
     )
     qk_clip_alpha: Annotated[float, Allowed(lambda v: 0 < v < 1, "in (0, 1)")] = option(
-        0.5, "weights of queries get threshold / logit to this power, those of keys the rest"
+        0.5, "query weights are multiplied by (threshold / logit)^alpha, key weights by the rest"
     )
     qk_clip_threshold: Positive = option(
-        100.0, "largest attention logit (q times k, scaled) with which a head is not clipped"
+        100.0, "largest attention logit (q times k, scaled) that is not clipped"
     )
     log_max_attention_logit: bool = option(
-        False, "log the largest attention logit of each step; qk_clip does by itself"
+        False, "log the largest attention logit of each step; qk_clip always does"
     )
     use_precision_aware_optimizer: bool = option(
-        False, "let the types of gradients, masters and moments be chosen, each by its setting"
+        False, "allow other types of gradients, masters and moments, by the settings for each"
     )
     main_params_dtype: MasterType = option(
-        "fp32", "type of the weights that are updated; bf16 is rounded stochastically, no master"
+        "fp32", "type of master weights; bf16: no master, weights are rounded stochastically"
     )
     store_param_remainders: bool = option(
-        False, "keep masters as the bf16 weight and 16 bits that it lacks of fp32 (no_shard only)"
+        False, "store masters as the bf16 weight and fp32's other 16 bits (no_shard only)"
     )
     main_grads_dtype: GradientType = option(
-        "fp32", "type in which gradients of bf16 are summed, over microbatches and ranks, and kept"
+        "fp32", "type in which bf16 gradients are kept and summed over microbatches and ranks"
     )
     exp_avg_dtype: MomentType = option(
         "fp32", "type of the first moment between steps; fewer bits are rounded stochastically"
@@ -332,17 +338,14 @@ class OptimizerConfig:
     )
     loss_scale: LossScale | None = option(
         None,
-        "factor of the loss in fp16, whose small gradients would vanish without one; none: as "
-        "large a one as they allow",
+        "constant factor of the fp16 loss, against vanishing gradients; none: adapted to them",
     )
-    initial_loss_scale: LossScale = option(
-        2.0**32, "the first of the factors that are found by trial"
-    )
-    min_loss_scale: LossScale = option(1.0, "the least of these factors")
+    initial_loss_scale: LossScale = option(2.0**32, "first adaptive loss scale")
+    min_loss_scale: LossScale = option(1.0, "smallest adaptive loss scale")
     loss_scale_window: Count = option(
-        1000, "steps without a gradient that overflows, after which the factor is doubled"
+        1000, "steps without overflow after which the loss scale is doubled"
     )
-    hysteresis: Count = option(2, "gradients that overflow before the factor is halved")
+    hysteresis: Count = option(2, "overflows before the loss scale is halved")
 
     @property
     def of_ends(self) -> "OptimizerConfig":

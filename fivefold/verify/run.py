@@ -29,7 +29,8 @@ from fivefold.verify.shrink import prepare
 
 STEPS = 3
 REPLAYED_STEPS = WARMUP + 2
-"""Steps of which the last one replays a graph with other tokens than it was recorded with."""
+"""Number of steps whose last one replays a graph on other tokens than those it was recorded
+with."""
 CPU = DeviceChoice("cpu", "the default")
 
 
@@ -104,7 +105,7 @@ def verify(
 
 
 def rounded(config: Config, steps: int, exact: Sequence[ReferenceStep]) -> list[ReferenceStep]:
-    """The run on one device in 16 bits, whose routers choose as in the exact one.
+    """A run of one device in 16 bits, whose routers repeat the choices of the exact run.
 
     Raises:
         FivefoldError: its gradients are not finite, which would allow every error.
