@@ -225,7 +225,7 @@ def _scales(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
 
 
 def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
-    """The findings of an optimizer in host memory, and of weights that are not on the device."""
+    """The findings for an optimizer in host memory, and for weights off the device."""
     memory = layout.config.memory
     if memory.optimizer_off_device:
         what = "optimizer and weights" if memory.param_cpu_offload else "optimizer"
@@ -245,7 +245,8 @@ def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
 
 
 def _hidden(what: str, found: Sequence[tuple[float, float, int]]) -> Iterator[Finding]:
-    """The finding for waits for what is moved, where they are longest: (waited, moved, rank)."""
+    """The finding for time spent waiting for copies, on the rank with the longest: (waited, moved,
+    rank)."""
     waited, moved, rank = max(found)
     if moved:  # copies that the host does not make itself take it no time
         hidden = max(0.0, 1 - waited / moved)
