@@ -55,7 +55,7 @@ class Layout:
         return {s: stages[s % len(stages)] for s in stages_on(placement, pp_rank)}
 
     def memory_of(self, stage: int) -> MemoryConfig:
-        """The settings of memory of a stage of the program."""
+        """The memory settings of a stage of the program."""
         return self.config.memory.of_stage(stage % len(self.split.stages))
 
     def states_into(self, stage: int) -> int:
@@ -64,7 +64,8 @@ class Layout:
 
     @property
     def node_sizes(self) -> tuple[NodeSizes, NodeSizes]:
-        """How ZeRO++ divides the sharding groups of dense parameters, and of experts."""
+        """Sizes of ZeRO++'s node groups within the sharding groups, for dense parameters and for
+        experts."""
         parallel = self.config.parallel
         return NodeSizes.of(parallel), NodeSizes.of_experts(parallel, self.grid)
 
@@ -163,7 +164,7 @@ class Layout:
         )
 
     def recomputed(self, num_microbatches: int | None = None) -> Counter[int]:
-        """Microbatches of each stage whose forward runs twice in a step."""
+        """Number of microbatches of each stage whose forward is repeated in a step."""
         limited = self.config.memory.recompute_in_flight_limit is not None
         acts = (a for row in self._computes(num_microbatches).ranks for a in row) if limited else ()
         return Counter(act.stage for act in acts if act.kind is Kind.R and act.slice == 0)
@@ -184,7 +185,7 @@ class Layout:
 
     @property
     def hidden_shape(self) -> tuple[int, int]:
-        """[T, H] of what a stage sends of a microbatch, or of a slice of it, on a rank."""
+        """[T, H] of the message that a stage sends for a microbatch, or for a slice of it."""
         config, parallel = self.config, self.config.parallel
         tokens = config.rank_tokens // parallel.num_sequence_slices // parallel.token_parts
         return tokens, config.model.hidden_size
@@ -207,7 +208,7 @@ class Layout:
         )
 
     def scheduling_problem(self, num_microbatches: int | None) -> Problem:
-        """The stages, costs and limits that a synthesised schedule is searched for.
+        """The stages, costs and limits for which a synthesised schedule is searched.
 
         Raises:
             ConfigError: not even one microbatch fits under the limit.
