@@ -185,8 +185,8 @@ class _BlockWeights:
         return self.flat.nbytes
 
     def write(self, name: str, elements: slice, weight: Tensor) -> None:
-        """Replace elements of a weight, each once per update; when all are replaced, reading is
-        allowed."""
+        """Replace elements of a weight, each once per update; when all are replaced, the file is
+        sealed."""
         self.weights[name].view(-1)[elements].copy_(weight.view(-1))
         self._unwritten -= weight.numel()
         if not self._unwritten:
