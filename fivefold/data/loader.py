@@ -83,7 +83,8 @@ class Loader:
         return batch
 
     def batch_of(self, dp_rank: int) -> list[Microbatch]:
-        """The microbatches that another data-parallel rank got when this one got its latest."""
+        """The microbatches that another data-parallel rank got in the step of this rank's latest
+        batch."""
         return self._read(self.consumed_samples - self.batch_samples, dp_rank)
 
     def _read(self, consumed_samples: int, dp_rank: int) -> list[Microbatch]:
