@@ -1,4 +1,4 @@
-"""Whether and where a run goes on that Megatron-LM has begun."""
+"""Whether and where a run resumes a job of Megatron-LM."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ _NARROW = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def megatron_state(folder: Path, training: TrainingConfig) -> SavedState:
-    """Where a run goes on, in the terms of its own checkpoints.
+    """Where a run resumes, in the terms of our own checkpoints.
 
     Raises:
         CheckpointError: the folder does not tell how many steps were taken.
@@ -42,7 +42,7 @@ def megatron_state(folder: Path, training: TrainingConfig) -> SavedState:
 
 
 def check_goes_on(folder: Path, config: Config) -> bool:
-    """Whether there is training to go on from; checked, but for the tensors.
+    """Whether there is training to resume; checks everything except the tensors.
 
     Raises:
         CheckpointError: there is, and these settings cannot go on from it.
@@ -67,7 +67,7 @@ def check_goes_on(folder: Path, config: Config) -> bool:
 
 
 def check_place(folder: Path, training: TrainingConfig) -> str:
-    """What to say of the place where a run goes on.
+    """A note about the place where a run resumes.
 
     Raises:
         CheckpointError: learning rate and Adam's bias corrections were at different steps, or
@@ -92,7 +92,7 @@ def check_place(folder: Path, training: TrainingConfig) -> str:
 def _iterations_without_step(
     folder: Path, there: MegatronTraining, training: TrainingConfig
 ) -> int:
-    """Iterations of the job whose gradients overflowed: steps are updates here."""
+    """Iterations of the job whose gradients overflowed; our steps count only updates."""
     if there.iteration in (None, there.step):
         return 0
     assert there.iteration is not None
@@ -107,8 +107,8 @@ def _iterations_without_step(
 
 
 def _samples(there: MegatronTraining, training: TrainingConfig) -> int:
-    """Samples that the job has consumed; as many as its steps have here where it began to count
-    anew meanwhile, or does not tell."""
+    """Samples that the job has consumed; where it does not tell, or restarted its count, as many as
+    its steps have here."""
     if there.samples is None or there.samples < there.step:
         return training.batch_sizes.samples(there.step)
     return there.samples
