@@ -202,8 +202,8 @@ def _sent(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
     told = {}
     if by_sight and any(record.any_packed for _, record in pairs):
         told["cp"] = (
-            "told, not judged: the formula is for whole rows, and keys that no query of another "
-            "rank sees, being of other documents, are not sent"
+            "reported, not judged: the formula assumes whole rows, but keys of documents that no "
+            "query of another rank sees are not sent"
         )
     for axis in dict.fromkeys(axis for pair in pairs for record in pair for axis in record.sent):
         yield _compare(
@@ -272,8 +272,8 @@ def _products(layout: Layout, pairs: Pairs) -> Finding:
     gathers = any(map(layout.config.projects_latents, layers))
     told = gathers and any(record.any_packed for _, record in pairs)
     note = (
-        "told, not judged: the formula is for whole rows, and gathered latents that no query of "
-        "this rank sees, being of other documents, are not projected"
+        "reported, not judged: the formula assumes whole rows, but gathered latents of "
+        "documents that no query of this rank sees are not projected"
     )
     return _compare(
         "matrix products",
@@ -302,7 +302,7 @@ def _operations(
         if outlook is not None:
             host = measured * outlook.host_operation
             each, share = human_seconds(outlook.host_operation), host / outlook.seconds
-            note = f"at {each} each the host launches for {human_seconds(host)}, "
+            note = f"at {each} each, launching takes the host {human_seconds(host)}, "
             note += f"{share:.0%} of the predicted step"
         yield Finding("launches of the step", measured, _whole, rank=rank, note=note)
 

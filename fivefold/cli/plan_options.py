@@ -106,7 +106,7 @@ def alone(argv: Sequence[str], *used: str) -> Options:
     implied = (name for switch in given.switches for name in SWITCHES[switch])
     words += map(flag_of, sorted({*given.values, *given.switches}.difference(used, implied)))
     if words:
-        what = f"{flag_of(used[0])} is done instead of planning, and reads nothing of "
+        what = f"{flag_of(used[0])} runs instead of planning, and ignores "
         attempt = f"leave out {' '.join(words)}"
         raise ConfigError(Mistake(what + ", ".join(words), attempt=attempt))
     return load_options(argv, Options)
@@ -152,10 +152,10 @@ def planned_request(
 def _check_numbers(options: Options, tokens: float | None, mistakes: Mistakes) -> None:
     """Add numbers that cannot be, and those that are of something else than a plan."""
     if options.nproc is not None:
-        what = f"--nproc {options.nproc} is of --calibrate: a plan is for --gpus"
+        what = f"--nproc {options.nproc} is for --calibrate; a plan takes --gpus"
         mistakes.add(what, works=(f"--gpus {options.nproc}",))
     if options.device != "auto":
-        what = f"--device {options.device} is of --calibrate: a plan is for a --cluster"
+        what = f"--device {options.device} is for --calibrate; a plan takes --cluster"
         mistakes.add(what, works=("--device auto",))
     margin, budget = options.memory_margin, options.memory_budget
     if margin is not None and budget is not None:

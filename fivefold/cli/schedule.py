@@ -160,7 +160,7 @@ def _measured(options: Options) -> "MeasuredPieces | None":
     check_same_pieces(config.model, resolve_model(options.balance))
     program, simulation = measured_program(read_measured(folder))
     if program.placement != layout.order().program().placement:
-        what = f"{folder} was profiled with other stages than those of its settings"
+        what = f"{folder} was profiled with stages other than those of its settings"
         raise ConfigError(Mistake(what, attempt="a profiled run: fivefold train --profile"))
     stages = layout.split.stages
     return measured_pieces(config.model, stages, median_costs(program, simulation))

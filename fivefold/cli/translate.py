@@ -91,7 +91,7 @@ def _check_unwritten(target: Path) -> None:
     first = read_text(target, ConfigError).partition("\n")[0] if target.is_file() else None
     if first is not None and not (first.startswith(before) and first.endswith(after)):
         raise ConfigError(
-            Mistake(f"{target} is there, and no translation", works=("another name",))
+            Mistake(f"{target} exists, and is no translation", works=("another name",))
         )
 
 

@@ -140,9 +140,7 @@ def measure(file: Path, world: int, device: Asked) -> None:
     ends = partial(die_with_parent, os.getpid())
     done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False, preexec_fn=ends)
     if done.returncode:
-        raise FivefoldError(
-            "the machine could not be measured: --cluster names what is known of it"
-        )
+        raise FivefoldError("the machine could not be measured: describe it with --cluster")
 
 
 def candidates(loaded: Loaded[Options], world: int, machine: Cluster) -> list[Layout]:

@@ -123,7 +123,7 @@ class TrainingConfig:
         "factor of the squared log-sum-exp of logits, added to a token's training loss",
     )
     mtp_loss_scaling_factor: NonNegative = option(
-        0.1, "weight of the mean loss of further predictions (multi-token prediction)"
+        0.1, "weight of the mean loss of multi-token prediction"
     )
     eval_interval: Whole = option(0, "steps between evaluations on the validation sets; 0: never")
     eval_iters: Whole = option(4, "global batches per evaluation of a set; 0: no evaluations")

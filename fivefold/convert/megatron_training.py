@@ -116,7 +116,7 @@ def _check_format(folder: MegatronFolder) -> None:
     }
     if folder.in_buckets or not folder.states:
         kind = f" ({', '.join(sorted(formats))})" if formats else ""
-        why = "they can be read in the layout that saved them alone"
+        why = "only the layout that saved them can read them"
         what = f"{folder.path} has masters and moments in buckets{kind}"
         attempt = "Megatron-LM's --dist-ckpt-optim-fully-reshardable, which saves them by weight"
         raise CheckpointError(Mistake(what, (why,), works=WEIGHTS_ALONE, attempt=attempt))
@@ -124,7 +124,7 @@ def _check_format(folder: MegatronFolder) -> None:
     if missing := [moment for moment in MOMENTS if moment not in folder.states]:
         what = f"{folder.path} has no {' and no '.join(missing)}: its optimizer was not Adam"
     elif other:
-        what = f"{folder.path} has {', '.join(other)} of its optimizer, which AdamW has not"
+        what = f"{folder.path} has {', '.join(other)} of its optimizer, which AdamW lacks"
     else:
         return
     raise CheckpointError(Mistake(what, works=WEIGHTS_ALONE))
@@ -151,7 +151,7 @@ def _check_tensors(
     for found, what in (
         (lacking, "lacks a part of its optimizer's state"),
         (other, "has optimizer's state of another shape than the weights"),
-        (types, "has masters or moments in types that cannot be gone on from"),
+        (types, "has masters or moments in types that cannot be loaded"),
     ):
         if found:
             why = few(list(dict.fromkeys(found)), _SHOWN)

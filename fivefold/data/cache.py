@@ -30,7 +30,7 @@ def cached(*paths: str) -> Iterator[None]:
 
 def _remedy(*paths: str) -> Mistake:
     """Advice that follows an error in cached files."""
-    why = "it is in the cache, and is made again when it is not there"
+    why = "it is in the cache, and is made again once it is removed"
     return Mistake("", (why,), attempt=f"rm -rf {shlex.join(paths)}")
 
 

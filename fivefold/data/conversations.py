@@ -174,14 +174,14 @@ def _message(each: Any, where: str) -> dict[str, Any]:
         speaker = message.pop("from")
         if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             near = did_you_mean(str(speaker), _SPEAKERS)
-            what = f"{where} is from {speaker!r}, which is nobody known{near}"
+            what = f"{where} is from {speaker!r}, an unknown role{near}"
             raise DataError(Mistake(what, (f"known: {', '.join(_SPEAKERS)}",)))
         message = {"role": _SPEAKERS[speaker], "content": message.pop("value", None), **message}
     if not isinstance(message.get("role"), str):
         raise DataError(f"{where} has no role; its keys are {', '.join(message) or 'none'}")
     if message.get("weight", 1) != 1:
         what = f"{where} has a weight of {message['weight']}: every answer is learnt alike"
-        why = "what works: prompt and completion, of which the completion alone is learnt"
+        why = "what works: prompt and completion: only the completion is learnt"
         raise DataError(Mistake(what, (why,)))
     content = message.get("content")
     if not isinstance(content, str | list) and not message.get("tool_calls"):

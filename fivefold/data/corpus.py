@@ -77,7 +77,7 @@ def _decode(data: bytes, path: Path, offset: int, place: str = "") -> str:
         copy = path.with_suffix(f".utf8{path.suffix}")
         what = f"{path}{place} is not UTF-8: byte {offset + error.start} is "
         what += f"0x{data[error.start]:02x} ({error.reason})"
-        why = f"if it is {coding}, a copy that works is made by"
+        why = f"if it is {coding}, this makes a copy that works:"
         made = f"iconv -f {coding} -t utf-8 -o {shlex.join([str(copy), str(path)])}"
         raise DataError(Mistake(what, (why,), attempt=made)) from error
 
@@ -124,7 +124,7 @@ def _open_lines(path: Path) -> Iterator[Iterable[bytes]]:
     """The lines of a file, which may be compressed."""
     if path.suffix.lower() in COMPRESSED and not path.stat().st_size:
         raise DataError(
-            f"{path} cannot be read: it has no bytes, which not even an empty text compresses to"
+            f"{path} cannot be read: it has no bytes, but even an empty text compresses to some"
         )
     try:
         if path.suffix.lower() == ".zst":

@@ -245,7 +245,7 @@ def _too_short(corpus: Corpus, tokens: int, seq_length: int, part: str, split: s
     total = len(corpus.data.tokens)
     if corpus.marks is not None:
         what = f"the {part} split of {corpus.name} has none of its {corpus.data.num_documents} "
-        why = f"it goes by whole conversations, rounded; a larger share for {part} has one"
+        why = f"shares are rounded to whole conversations; a larger one for {part} has some"
         return DataError(Mistake(f"{what}conversations: split is {split}", (why,)))
     what = (
         f"the {part} split of {corpus.name} is too short: {tokens} tokens, and one sample needs "

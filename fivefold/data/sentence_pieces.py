@@ -115,7 +115,7 @@ def _check(model: Any, file: Path) -> None:
         ),
     ]
     if reasons := [reason for is_wrong, reason in wrong if is_wrong]:
-        what = f"{file} is a SentencePiece model whose tokens a tokenizer.json would not give"
+        what = f"{file} is a SentencePiece model that no tokenizer.json can reproduce"
         attempt = "the tokenizer.json that came with the model"
         raise DataError(Mistake(what, tuple(reasons), attempt=attempt))
 

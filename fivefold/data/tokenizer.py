@@ -252,7 +252,7 @@ def backend_of(definition: str, origin: str, *, templates: bool = False) -> "Bac
     with telling(f"{unreadable}{tokenizers.__version__} can read"):
         backend = tokenizers.Tokenizer.from_str(definition)
     if dropout := getattr(backend.model, "dropout", None):
-        what = f"{origin} gives the same text other tokens each time: its BPE has a dropout of "
+        what = f"{origin} gives the same text different tokens each time: its BPE has a dropout of "
         raise DataError(Mistake(f"{what}{dropout:.3g}", works=('"dropout": null in it',)))
     backend.no_truncation()
     backend.no_padding()

@@ -47,7 +47,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> tuple[str, Path]:
     if content.lstrip()[:1] == b"{" or file.suffix == ".json":
         return _text(content, file), file
     if _is_ranks(content):
-        what = f"{file} is of tiktoken: how it cuts words and its special tokens are not in it"
+        what = f"{file} is a file of tiktoken: it lacks the special tokens and how words are cut"
         raise DataError(Mistake(what, attempt="the tokenizer.json of the same tokenizer"))
     definition, vocabulary = from_pieces(content, file)
     _check_added(file, vocabulary)

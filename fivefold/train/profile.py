@@ -84,7 +84,7 @@ def check_profiler(logging: LoggingConfig, device: str) -> None:
         ConfigError: the allocator of this device keeps no history.
     """
     if logging.record_memory_history and device != "cuda":
-        what = "record_memory_history is of the GPU's allocator, and ranks train on the CPU"
+        what = "record_memory_history needs a GPU's allocator, and ranks train on the CPU"
         raise ConfigError(Mistake(what, works=("--no-record-memory-history",)))
 
 

@@ -46,7 +46,7 @@ def check_graph_device(config: Config, device_type: str, *, shared: bool) -> Non
         return
     mistakes = Mistakes()
     if device_type != "cuda":
-        what = f"{NAME} records what a GPU is given to do, and the device is {device_type}"
+        what = f"{NAME} records the work of a GPU, and the device is {device_type}"
         mistakes.add(what, works=[OFF])
     if shared:
         what = f"{NAME}: ranks that share a GPU send through the host, which a graph cannot"

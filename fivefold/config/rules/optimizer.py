@@ -47,7 +47,7 @@ def _unknown(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "no layer has attention with a softmax, whose logits it is of", ()
     if model.is_sparse:
         what = (
-            "experimental_attention_variant dsa does not tell the logits of the tokens it chooses"
+            "experimental_attention_variant dsa does not report the logits of the tokens it chooses"
         )
         yield what, ()
     if model.attn_logit_softcapping is not None:

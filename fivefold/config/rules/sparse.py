@@ -38,7 +38,7 @@ def check_sparse(model: ModelConfig, mistakes: Mistakes) -> None:
         return
     off = without_it(model)
     if not model.multi_latent_attention:
-        what = f"{_DSA} is of multi_latent_attention, from whose latents its indexer makes queries"
+        what = f"{_DSA} needs multi_latent_attention: its indexer makes queries from the latents"
         hybrid = model.hybrid_override_pattern is not None
         mistakes.add(what, works=(off,) if hybrid else ("--multi-latent-attention", off))
     missing = [name for name in OF_INDEXER if getattr(model, name) is None]

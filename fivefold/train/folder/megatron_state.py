@@ -54,7 +54,7 @@ def check_goes_on(folder: Path, config: Config) -> bool:
         what = f"{folder} is of a run without adapters, and lora_rank asks for some"
         raise CheckpointError(Mistake(what, works=WEIGHTS_ALONE))
     if config.optimizer.optimizer != "adam":
-        what = f"{folder} can be gone on from with Adam, and optimizer is "
+        what = f"{folder} can be resumed only with Adam, and optimizer is "
         what += config.optimizer.optimizer
         raise OtherSettings(Mistake(what, works=("--optimizer adam", *WEIGHTS_ALONE)))
     moments = {m: held.states[m].widest for m in MOMENTS if m in held.states}
@@ -76,14 +76,14 @@ def check_place(folder: Path, training: TrainingConfig) -> str:
     there = training_in(folder)
     if there.seq_length not in (None, training.seq_length):
         what = f"samples of {folder} have {there.seq_length:,} tokens, and seq_length is "
-        what += f"{training.seq_length:,}: its place in the data is none here"
+        what += f"{training.seq_length:,}: its position in the data has no meaning here"
         works = (f"--seq-length {there.seq_length}", *WEIGHTS_ALONE)
         raise CheckpointError(Mistake(what, works=works))
     lost = _iterations_without_step(folder, there, training)
     skipped = f" and {several(lost, 'iteration')} that changed no weight" if lost else ""
     samples = _samples(there, training)
     return (
-        f"goes on from {folder} with its masters and moments, after {several(there.step, 'step')}"
+        f"resumes {folder} with its masters and moments, after {several(there.step, 'step')}"
         f"{skipped} (--finetune: weights alone)\nthe next sample is number {samples + 1:,} of an "
         "order of Fivefold's own: some that were seen there come again"
     )

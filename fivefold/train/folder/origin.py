@@ -193,7 +193,7 @@ def _told_tokens(tokenizer: Path | None, config: Config) -> str:
     """The note that text is tokenised with the tokenizer of the weights, where no setting names
     another."""
     used = tokenizer is not None and trains_tokenizer(config.data)
-    return f"text becomes tokens by {tokenizer}, which the weights know" if used else ""
+    return f"text is tokenised by {tokenizer}, which came with the weights" if used else ""
 
 
 def restore(trainer: Trainer, origin: Origin | None) -> str:

@@ -89,7 +89,7 @@ def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str
     sums = _lines(engine, gather_objects(spoilt(gradients), engine.groups.world))
     sights, finite = _repeat(engine, microbatches)
     if finite:
-        return [*sums, "run once more, the step is finite: what spoilt it came and went"], True
+        return [*sums, "run once more, the step is finite: the cause has gone"], True
     first = sorted((s.order, rank, s.what) for rank, s in enumerate(sights) if s is not None)
     seen = [f"{_name(engine, rank)}: first in {what}" for _, rank, what in first[:SHOWN]]
     return seen or sums, False
