@@ -1,4 +1,5 @@
-"""Megatron-core's distributed checkpoints: where they lie, and which model their arguments tell."""
+"""Megatron-core's distributed checkpoints: where they are, and which model their arguments
+describe."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -57,7 +58,7 @@ _OLD = "mp_rank_00*"
 
 
 def is_megatron(folder: Path) -> bool:
-    """Whether Megatron-LM keeps checkpoints in a folder, or it is one of them."""
+    """Whether a folder is a checkpoint of Megatron-LM, or contains some."""
     one = (folder / METADATA).is_file() and (folder / ".metadata").is_file()
     return one or (folder / TRACKER).is_file()
 
@@ -100,9 +101,9 @@ def megatron_checkpoint(folder: Path, step: int | None, step_flag: str = "--ckpt
 
 
 def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
-    """What differs between a model and the arguments of the run that saved a checkpoint.
+    """How a model differs from the arguments of the run that saved a checkpoint.
 
-    Only what is among the arguments is compared.
+    Only settings that are among the arguments are compared.
     """
     theirs = {"rotary_seq_len_interpolation_factor": None, **_OURS, **arguments}
     theirs |= {name: theirs[name] or False for name in _NOT_READ if name in theirs}  # None: off
@@ -136,7 +137,7 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _unlike_pattern(name: str, ours: list[bool], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """What differs in the layers that have something."""
+    """How the layers that have a feature differ."""
     if theirs.get(name) is None:
         return
     there: tuple[bool, ...] = ()
@@ -147,14 +148,14 @@ def _unlike_pattern(name: str, ours: list[bool], theirs: Mapping[str, Any]) -> I
 
 
 def _written(pattern: Any) -> str:
-    """A pattern of layers as flags have it."""
+    """A pattern of layers, written as for a flag."""
     if isinstance(pattern, list) and all(type(entry) is int for entry in pattern):
         return str(pattern)
     return str(pattern) if isinstance(pattern, str | int) else ""
 
 
 def _told(model: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Megatron-LM's arguments of a model, as far as weights or what they compute depend on them."""
+    """Megatron-LM's arguments of a model that affect its weights or what they compute."""
     yield from (
         (name, getattr(model, name))
         for name in (

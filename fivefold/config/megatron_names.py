@@ -1,4 +1,4 @@
-"""Names of Megatron-LM's flags (August 2026) that Fivefold has otherwise, or not at all."""
+"""Flags of Megatron-LM (August 2026) that have another name in Fivefold, or no counterpart."""
 
 ONE_WAY = "there is one way, which needs no choice"
 _MESSAGES = "messages between stages are always asynchronous, each direction by itself"

@@ -11,11 +11,11 @@ from fivefold.errors import ConfigError, Mistake, Mistakes, shown
 N = TypeVar("N", int, float)
 _MOST = 1e19  # sys.maxsize, which some files have, and less than what no float can hold
 AUTO = "auto"
-"""What stands for values that the Trainer of Hugging Face fills in."""
+"""The value for settings that Hugging Face's Trainer fills in."""
 
 
 class Left(NamedTuple):
-    """A setting that nobody has asked for; `off`: it is within something that is switched off."""
+    """A setting that nobody has read; `off`: it is inside something that is switched off."""
 
     path: str
     value: Any
@@ -24,7 +24,7 @@ class Left(NamedTuple):
 
 @dataclass
 class DeepSpeedJob:
-    """A file of settings; it notes which of them have been read.
+    """A settings file; records which settings have been read.
 
     A setting has a path such as "zero_optimization.stage". Numbers may be written as 5e8.
 
@@ -40,7 +40,7 @@ class DeepSpeedJob:
     _read: set[str] = field(default_factory=set)
 
     def get(self, path: str) -> Any:
-        """A setting; None: it is not given, or left open."""
+        """A setting; None: not given, or left open."""
         self._read.add(path)
         value: Any = self.given
         for name in path.split("."):
@@ -51,7 +51,7 @@ class DeepSpeedJob:
         return value
 
     def number(self, path: str, default: N) -> N:
-        """A number; a whole one where the default is."""
+        """A number; an integer if the default is one."""
         value = self.get(path)
         if value is None:
             return default
@@ -63,7 +63,7 @@ class DeepSpeedJob:
         return default
 
     def count(self, path: str) -> int | None:
-        """A whole number from 1 on; None: it is not given."""
+        """An integer of at least 1; None: not given."""
         value = self.number(path, 0)
         if value < 1 and self.get(path) is not None:
             self.mistakes.add(f"{path} cannot be {shown(self.get(path))}: it is 1 or more")
@@ -77,20 +77,20 @@ class DeepSpeedJob:
         return value if isinstance(value, bool) else default
 
     def word(self, path: str) -> str:
-        """A word in small letters; empty: it is not given."""
+        """A word in lower case; empty: not given."""
         value = self.get(path)
         if value is not None and not isinstance(value, str):
             self.mistakes.add(f"{path} cannot be {shown(value)}: it is a word")
         return value.lower() if isinstance(value, str) else ""
 
     def setting(self, name: str, path: str, default: N) -> Named:
-        """A number that is a setting, unless it is left open."""
+        """A number as a setting, unless it is left open."""
         value = self.number(path, default)
         if path not in self.left_open:
             yield name, value
 
     def unread(self) -> list[Left]:
-        """What nobody has asked for."""
+        """Settings that nobody has read."""
         return [left for left in _leaves(self.given) if left.path not in self._read]
 
 

@@ -1,4 +1,4 @@
-"""Which settings mean something only where another one gives them something to act on."""
+"""Settings that have an effect only together with another setting."""
 
 from fivefold.config.config import SECTION_SETTINGS
 from fivefold.config.rules.model_dependents import OF_MODELS
@@ -6,7 +6,7 @@ from fivefold.config.rules.orphan import Dependents, where
 from fivefold.config.training import OF_MUON, SCALE_BY_TRIAL
 
 _LAYS_STAGES = "pipeline_model_parallel_size != 1 or pipeline_schedule != auto"
-"""Several stages on a rank can be useful, also with a schedule on a single rank."""
+"""Several stages on one rank can be useful, even with a schedule on a single rank."""
 _SHARES_STAGES = (
     "data_parallel_shard_size != 1 or num_distributed_optimizer_instances != 1 or "
     "context_parallel_size != 1 or tensor_model_parallel_size != 1"

@@ -1,4 +1,4 @@
-"""Which settings of a model mean something only beside another one."""
+"""Settings of a model that have an effect only together with another one."""
 
 from fivefold.config.by_layer import (
     OF_CONVOLUTIONS,
