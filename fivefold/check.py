@@ -163,10 +163,7 @@ def _check(
 
 def _check_gathers(layout: Layout, mistakes: Mistakes) -> None:
     """Report layers that one half of a pair would free while the other half still needs them, and
-    copies within a node that no later gather uses.
-
-    And copies within a node that no further gather uses.
-    """
+    copies within a node that no later gather uses."""
     parallel = layout.config.parallel
     if parallel.zero_hpz_partition_size > 1 and layout.gathers_once:
         mistakes.add(

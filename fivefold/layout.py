@@ -59,7 +59,7 @@ class Layout:
         return self.config.memory.of_stage(stage % len(self.split.stages))
 
     def states_into(self, stage: int) -> int:
-        """Hidden states of a token that enter a stage of the program in training."""
+        """Number of hidden states per token that enter a stage of the program in training."""
         return self.split.states_into(stage % len(self.split.stages))
 
     @property
@@ -78,12 +78,14 @@ class Layout:
 
     @property
     def sends_dx_first(self) -> bool:
-        """Whether a dX outside of pairs is sent before its dW, also where the schedule has both."""
+        """Whether a dX outside of pairs is sent before its dW, even if the schedule computes both
+        together."""
         return self.config.parallel.pipeline_dx_first and self.defers_weights
 
     @property
     def fuses_accumulation(self) -> bool:
-        """Whether products add weight gradients to those of earlier microbatches."""
+        """Whether matrix products add weight gradients directly to those of earlier
+        microbatches."""
         training, parallel = self.config.training, self.config.parallel
         keeps = not parallel.sharding.splits_gradients  # which leave with every microbatch
         again = self.num_microbatches * parallel.num_sequence_slices > 1
@@ -91,7 +93,8 @@ class Layout:
 
     @property
     def fills_messages(self) -> bool:
-        """Whether products make weight gradients in the messages in which ranks sum them."""
+        """Whether matrix products write weight gradients directly into the buffers that ranks
+        sum."""
         return self.grid.dp * self.grid.cp > 1 and not self.config.gathers_weights()
 
     @property
