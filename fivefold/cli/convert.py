@@ -112,14 +112,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _warn(made: "Converted") -> None:
-    """Tell of weights that are converted as they are, and that no text or loss can come of."""
+    """Warn of weights that were converted unchanged, but with which no loss or text is possible."""
     if made.spoilt:
         what = several(len(made.spoilt), "tensor")
         note(f"{what} with infinities or NaN, as in the source: {few(made.spoilt, SHOWN)}")
 
 
 def _check(options: Options, *, inward: bool) -> tuple[Path, ModelConfig | None]:
-    """Check all that can be checked without loading torch.
+    """Check everything that can be checked without loading torch.
 
     Returns the folder of whole weights, and the model that --model names.
     """

@@ -77,9 +77,9 @@ _EXAMPLES = MappingProxyType(
 )
 _WHY = MappingProxyType(
     {
-        "image": "nodes run a container that has Fivefold in it, as of examples/Containerfile",
+        "image": "nodes run a container with Fivefold in it: examples/Containerfile builds one",
         "volume": "all nodes write one run folder, and their own disks are lost with them",
-        "save": "workers have other folders, and all write one: name it from the root",
+        "save": "workers run in folders of their own, and all write this one: give its full path",
     }
 )
 _IDLE = MappingProxyType(

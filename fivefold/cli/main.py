@@ -68,7 +68,7 @@ MEANT_VERBS = {
 
 
 def program() -> NoReturn:
-    """`main`, as a process of its own."""
+    """`main` as a process of its own."""
     process.own_streams()
     process.begin()
     process.leave(main())
@@ -101,9 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tells(error: FivefoldError) -> bool:
-    """Whether this rank of a cluster prints an error that other ranks may have, too.
+    """Whether this rank of a cluster prints an error that other ranks may have as well.
 
-    Ranks of a host read the same settings and files; another host may be given other ones.
+    Ranks of one host read the same settings and files; another host may have different ones.
     """
     if isinstance(error, RanksFailed):
         return False
@@ -139,7 +139,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _see_current_folder() -> None:
-    """Refuse to work in a folder that is gone, where PyTorch cannot even be imported."""
+    """Refuse to work in a folder that no longer exists, in which PyTorch cannot be imported."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -148,7 +148,7 @@ def _see_current_folder() -> None:
 
 
 def _explained(topic: str) -> list[str]:
-    """The command line that explains a command, a setting or a flag, given only its name."""
+    """The command line that explains a command, a setting or a flag, given by name only."""
     if topic in VERBS:
         return [topic, "--help"]
     from fivefold.config.reference import is_topic, is_word, resembles_topic

@@ -1,4 +1,4 @@
-"""`fivefold rehearse`: run ranks of any layout on this machine, with shapes for numbers."""
+"""`fivefold rehearse`: run ranks of any layout on this machine, on tensors without values."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`fivefold report`: a run, or two, as a page."""
+"""`fivefold report`: write a page about one run or two."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _gains(folder: Path, cluster: str | None) -> list[str]:
-    """What a run could gain, on the machine as the run itself shows it; empty if none is known."""
+    """What a run could gain on its machine as the run itself measured it; empty if unknown."""
     from fivefold.cli.from_runs import could_gain
 
     try:

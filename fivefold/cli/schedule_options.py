@@ -113,7 +113,7 @@ def asked_study(options: Options) -> Study:
 
 
 def _check_used(options: Options, mistakes: Mistakes) -> None:
-    """Add what is asked for and would not be shown."""
+    """Add options that would have no effect on the output."""
     if options.name is None and not options.compare:
         for setting in changed(options):
             of_a_model = options.balance is not None or setting.name in OF_A_MODEL

@@ -129,7 +129,7 @@ def _fits(config: Config, world: int) -> bool:
 
 
 def _check_least(least: int, nproc: int | None, world: int, save: str | None) -> None:
-    """Check that fewer ranks than --nproc, or than torchrun might start, can go on with the run.
+    """Check that the run can continue on fewer ranks than --nproc, or than torchrun might start.
 
     Raises:
         ConfigError: all that is wrong with --min-nproc.
@@ -154,7 +154,7 @@ def _check_least(least: int, nproc: int | None, world: int, save: str | None) ->
 
 
 def _by_launcher(error: ConfigError) -> ConfigError:
-    """The error with advice for torchrun or srun, which start the ranks, in place of --nproc."""
+    """The error, with advice for torchrun or srun, which start the ranks, instead of --nproc."""
     launcher = read_rank_env().launcher
     if launcher == "single":
         return error

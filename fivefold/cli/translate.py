@@ -1,4 +1,4 @@
-"""`fivefold translate`: a job of Megatron-LM or DeepSpeed as a recipe."""
+"""`fivefold translate`: turn a job of Megatron-LM or DeepSpeed into a recipe."""
 
 import os
 import shlex
@@ -86,12 +86,12 @@ _TITLE = "# A job of {}, translated by `fivefold translate`."
 
 
 def _check_unwritten(target: Path) -> None:
-    """Only an earlier translation may be written over."""
+    """Check that only an earlier translation would be overwritten."""
     before, after = _TITLE.split("{}")
     first = read_text(target, ConfigError).partition("\n")[0] if target.is_file() else None
     if first is not None and not (first.startswith(before) and first.endswith(after)):
         raise ConfigError(
-            Mistake(f"{target} is there, and no translation", works=("another name",))
+            Mistake(f"{target} exists, and is no translation", works=("another name",))
         )
 
 
@@ -118,14 +118,14 @@ def _translated(options: Options) -> Translation:
 
 
 def _around(options: Options, path: Path) -> Around:
-    """What a script finds here: variables are read as bash would, if it ran here."""
+    """The environment of a script: variables are read as bash would read them if it ran here."""
     arguments = shlex.split(options.script_arguments or "")
     folder = None if options.source == "-" else path.parent
     return Around(os.environ, arguments, folder)
 
 
 def _check_unasked(options: Options, *names: str) -> None:
-    """Flags that say what another kind of job does not say by itself."""
+    """Refuse flags for what this kind of job says by itself."""
     mistakes = Mistakes()
     for setting in changed(options, names):
         mistakes.add(f"{setting.flag} is for jobs that do not say it by themselves: leave it out")
@@ -142,7 +142,7 @@ def _of_checkpoint(folder: Path) -> MegatronJob:
 
 
 def _refused(config: Config, ranks: int) -> list[str]:
-    """Lines on why a recipe cannot run here on so many ranks; none if it can."""
+    """Lines on why a recipe cannot run here on this many ranks; none if it can."""
     try:
         check(config, ranks)
     except ConfigError as error:
@@ -162,8 +162,8 @@ def _header(found: Translation, refused: Sequence[str]) -> Iterator[str]:
 
 
 def _ranks_of(found: Translation, config: Config) -> int:
-    """The ranks of a job, or the fewest that its degrees need: a template leaves them to who fills
-    it in, and then says 1, or as many as one of its nodes has."""
+    """The ranks of a job, or the fewest that its degrees need: templates leave the number to the
+    user, and then say 1, or as many as one of its nodes has."""
     parallel = config.parallel
     fixed = [size for name in DEGREES.values() if (size := getattr(parallel, name)) != -1]
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size

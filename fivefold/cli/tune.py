@@ -119,7 +119,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _machine(cluster: str | None, world: int, device: Asked, out: Path) -> Cluster:
-    """The machine to begin with: the given one, or this one, which is measured once."""
+    """The machine to begin with: the given one, or this one, measured once."""
     if cluster is not None:
         return load_cluster(cluster, world)
     file = out / "measured.toml"
@@ -130,7 +130,8 @@ def _machine(cluster: str | None, world: int, device: Asked, out: Path) -> Clust
 
 
 def measure(file: Path, world: int, device: Asked) -> None:
-    """Measure this machine by a process of its own: its CUDA must not be ours, which forks.
+    """Measure this machine in a process of its own, since this process forks and must not start
+    CUDA.
 
     Raises:
         FivefoldError: it failed, and has said why.
@@ -140,15 +141,13 @@ def measure(file: Path, world: int, device: Asked) -> None:
     ends = partial(die_with_parent, os.getpid())
     done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False, preexec_fn=ends)
     if done.returncode:
-        raise FivefoldError(
-            "the machine could not be measured: --cluster names what is known of it"
-        )
+        raise FivefoldError("the machine could not be measured: describe it with --cluster")
 
 
 def candidates(loaded: Loaded[Options], world: int, machine: Cluster) -> list[Layout]:
-    """The layouts that may be the fastest on a machine, of those that the trainer has.
+    """Layouts that can be trained and may be the fastest on a machine.
 
-    They are those of the plan, of which the best of each mesh come first.
+    They are the plan's layouts, the best of each mesh first.
 
     Raises:
         ConfigError: the configuration is wrong, or no layout fits.

@@ -359,7 +359,7 @@ class Architecture:
     )
     mtp_use_repeated_layer: bool = option(
         False,
-        "share one set of weights among further predictions, as in Nemotron 3 Super",
+        "share one set of weights among all prediction depths, as in Nemotron 3 Super",
     )
     first_last_layers_bf16: bool = option(
         False, "with fp8_format: linear layers of the first and last layers stay in bf16"

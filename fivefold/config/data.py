@@ -1,11 +1,11 @@
-"""Settings of what is learnt from: corpora, tokenizer and packing."""
+"""Settings of the data: corpora, tokenizer and packing."""
 
 from dataclasses import dataclass
 
 from fivefold.config.settings import Count, Probability, option
 
 MOCK = "mock"
-"""The data path of numbers that are made up."""
+"""The data path of synthetic tokens."""
 IGNORED = -100
 """The label of a token that the loss ignores, as in torch."""
 FIM_TOKENS = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token")

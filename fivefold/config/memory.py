@@ -111,12 +111,12 @@ class MemoryConfig:
 
     @property
     def makes_logits_again(self) -> bool:
-        """Whether the loss keeps no logits, so that its backward computes them once more."""
+        """Whether the loss saves no logits, so that its backward recomputes them."""
         return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
 
     @property
     def remade_modules(self) -> tuple[str, ...]:
-        """Modules that selective recomputation runs again, somewhere; a2a_overlap_mlp stands for
+        """Modules that selective recomputation recomputes somewhere; a2a_overlap_mlp stands for
         several."""
         if self.recompute_granularity != "selective":
             return ()
@@ -131,11 +131,11 @@ class MemoryConfig:
         return self.recompute_granularity == "full" or "mlp" in self.remade_modules
 
     def tile_of(self, tokens: int) -> int:
-        """Tokens in each tile of a recomputed dense MLP, of which the last may be smaller."""
+        """Tokens in each tile of a recomputed dense MLP; the last tile may be smaller."""
         return -(-tokens // self.tiled_mlp_num_shards)
 
     def num_tiles(self, tokens: int) -> int:
-        """Tiles of so many tokens."""
+        """Number of tiles for this many tokens."""
         return -(-tokens // self.tile_of(tokens))
 
     def last_tile(self, tokens: int) -> float:
@@ -145,7 +145,7 @@ class MemoryConfig:
 
     @property
     def modules_of_halves(self) -> tuple[str, ...]:
-        """Modules among them that exist only where a forward and a backward are interleaved."""
+        """Those modules that exist only where a forward and a backward are interleaved."""
         return tuple(name for name in self.remade_modules if name.startswith("a2a_overlap"))
 
     @property
@@ -163,7 +163,7 @@ class MemoryConfig:
 
     @property
     def without_recompute(self) -> "MemoryConfig":
-        """The same where no layer is recomputed."""
+        """The same settings without recomputation."""
         if self.recompute_granularity is None:
             return self
         kept = tuple(name for name in self.offload_tensors if name != "layer_input")
@@ -172,7 +172,7 @@ class MemoryConfig:
         )
 
     def of_stage(self, stage: int) -> "MemoryConfig":
-        """The same for one stage, of which it then has one number of layers."""
+        """The settings of one stage, with a single number of recomputed layers."""
         numbers = self.recompute_num_layers
         if not self.recomputes_first_layers or len(numbers) == 1:
             return self
@@ -181,7 +181,7 @@ class MemoryConfig:
         return replace(self, recompute_num_layers=(numbers[stage],))
 
     def of_layer(self, place: int) -> "MemoryConfig":
-        """The same for one layer, if modules are recomputed in the first layers of a stage.
+        """The settings of one layer, if modules are recomputed in the first layers of a stage.
 
         Args:
             place: its place in the stage; 0 for further predictions, which are recomputed wherever
@@ -215,12 +215,13 @@ UPDATE_ROOMS = 3
 
 
 def update_rooms(elements: int) -> tuple[int, int]:
-    """Number of rooms through which buckets of so many elements pass, and elements of each."""
+    """The number of buffers through which buckets of this many elements pass, and the elements of
+    each."""
     return (UPDATE_ROOMS, UPDATE_BUCKET) if elements > UPDATE_BUCKET else (1, elements)
 
 
 def room_for(elements: int, kept: Iterable[tuple[int, int]]) -> int:
-    """Numbers of a kind in a room through which buckets of so many elements pass.
+    """Elements of one kind in a buffer through which buckets of this many elements pass.
 
     Args:
         elements: elements of the room.

@@ -1,4 +1,4 @@
-"""Settings of what a run keeps and tells: checkpoints, metrics, profiles and audits."""
+"""Settings of what a run stores and reports: checkpoints, metrics, profiles and audits."""
 
 from dataclasses import dataclass
 

@@ -15,7 +15,7 @@ MomentType = Literal["fp32", "bf16", "fp8"]
 MasterType = Literal["fp32", "bf16"]
 GradientType = Literal["fp32", "bf16"]
 LARGEST_LOSS_SCALE = 2.0**64
-"""Beyond it, or below one over it, a scaled gradient may leave the range of fp32."""
+"""Outside of this factor and its inverse, a scaled gradient may leave the range of fp32."""
 LossScale = Annotated[
     float, Allowed(lambda v: 1 / LARGEST_LOSS_SCALE <= v <= LARGEST_LOSS_SCALE, "in 2^-64 .. 2^64")
 ]
@@ -23,7 +23,7 @@ OF_MUON = (
     *("muon_momentum", "muon_nesterov", "muon_num_ns_steps"),
     *("muon_scale_mode", "muon_extra_scale_factor"),
 )
-"""Settings of Muon alone."""
+"""Settings that only Muon has."""
 SCALE_BY_TRIAL = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 """Settings of a loss scale that is not constant."""
 BLOCK = 32
@@ -123,7 +123,7 @@ class TrainingConfig:
         "factor of the squared log-sum-exp of logits, added to a token's training loss",
     )
     mtp_loss_scaling_factor: NonNegative = option(
-        0.1, "weight of the mean loss of further predictions (multi-token prediction)"
+        0.1, "weight of the mean loss of multi-token prediction"
     )
     eval_interval: Whole = option(0, "steps between evaluations on the validation sets; 0: never")
     eval_iters: Whole = option(4, "global batches per evaluation of a set; 0: no evaluations")
@@ -188,17 +188,17 @@ class TrainingConfig:
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """Sequences of each step of the run."""
+        """Number of sequences in each step of the run."""
         return BatchSizes(self.global_batch_size, *self.rampup_batch_size)
 
     @property
     def counted_in(self) -> str:
-        """What durations count, as settings' names end: iters or samples."""
+        """The unit of durations, as setting names end: iters or samples."""
         return "iters" if self.train_samples is None else "samples"
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the run: `train_iters`, or as many as `train_samples` suffice for."""
+        """Optimizer steps of the run: `train_iters`, or as many as `train_samples` fill."""
         if self.train_samples is None:
             return self.train_iters
         return self.batch_sizes.steps(self.train_samples)
@@ -209,7 +209,7 @@ class TrainingConfig:
         return self.batch_sizes.samples(self.num_steps)
 
     def lasting(self, steps: int) -> str:
-        """The flag with which a run has so many steps."""
+        """The flag that gives a run this many steps."""
         count = steps if self.train_samples is None else self.batch_sizes.samples(steps)
         return f"--train-{self.counted_in} {count}"
 
@@ -220,19 +220,19 @@ class TrainingConfig:
 
     @property
     def in_16_bits(self) -> bool:
-        """Whether it computes in 16 bits, and updates masters in fp32."""
+        """Whether the model computes in 16 bits while the optimizer updates masters in fp32."""
         return ELEMENT_BYTES[self.precision] == 2
 
     @property
     def muon_precision(self) -> Precision:
-        """The type in which Muon's iterations multiply: as few bits as the model computes with are
-        enough, but fp16 has not the range."""
+        """The type in which Muon's iterations multiply: that of the model, except that fp16 lacks
+        the range."""
         return "bf16" if self.in_16_bits else self.precision
 
     @property
     def must_be_finite(self) -> bool:
-        """Whether a step that is not finite is left out: in fp16 always, whose loss scale is found
-        so."""
+        """Whether a step that is not finite is left out: always in fp16, whose loss scale is found
+        by trial."""
         return self.check_for_nan_in_loss_and_grad or self.precision == "fp16"
 
     @property
@@ -349,15 +349,15 @@ class OptimizerConfig:
 
     @property
     def of_ends(self) -> "OptimizerConfig":
-        """The same with the learning rates of the embedding and the output layer."""
+        """The same settings, with the learning rates of the embedding and the output layer."""
         if self.decoupled_lr is None:
             return self
         floor = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         return replace(self, lr=self.decoupled_lr, min_lr=floor)
 
     def durations(self, training: TrainingConfig) -> tuple[int, int, int | None]:
-        """The end of the warm-up, that of the decay, and the length of WSD's final decay; in what
-        the run counts (`TrainingConfig.counted_in`)."""
+        """The end of warm-up, the end of decay and the length of WSD's final decay, in the run's
+        unit (`TrainingConfig.counted_in`)."""
         if training.train_samples is None:
             end = self.lr_decay_iters or training.train_iters
             return self.lr_warmup_iters, end, self.lr_wsd_decay_iters
@@ -371,17 +371,17 @@ class OptimizerConfig:
 
     @property
     def loss_scales(self) -> tuple[float, float]:
-        """The first scale in fp16, and that below which none is tried."""
+        """The first loss scale in fp16, and the lowest one that is tried."""
         return self.loss_scale or self.initial_loss_scale, self.loss_scale or self.min_loss_scale
 
     @property
     def narrow_parameters(self) -> bool:
-        """Whether the optimizer updates parameters that lie in bf16, with or without remainders."""
+        """Whether the optimizer updates parameters stored in bf16, with or without remainders."""
         return self.main_params_dtype == "bf16" or self.store_param_remainders
 
     @property
     def narrow_gradients(self) -> bool:
-        """Whether gradients are summed and kept in bf16, not in the masters' type."""
+        """Whether gradients are accumulated and kept in bf16, not in the masters' type."""
         return self.main_grads_dtype == "bf16"
 
     @property

@@ -126,7 +126,7 @@ def _enough_steps(layout: Layout, steps: int | None) -> int:
     if steps < 1:
         raise ConfigError(f"verification needs at least 1 step, not {steps}")
     if replays and steps < REPLAYED_STEPS:
-        what = f"in {several(steps, 'step')} no graph is replayed with other tokens than its own"
+        what = f"in {several(steps, 'step')} no graph is replayed with new tokens"
         why = f"{WARMUP} steps are launched, the next one is recorded, and those after it replayed"
         raise ConfigError(
             Mistake(what, (why,), (f"--steps {REPLAYED_STEPS}", "--cuda-graph-impl none"))

@@ -23,7 +23,7 @@ class DeepSpeedJob(JobSettings):
     left_open: dict[str, None] = field(default_factory=dict)
 
     def get(self, path: str) -> Any:
-        """A setting; None: it is not given, or left open."""
+        """A setting; None: not given, or left open."""
         value = super().get(path)
         if value == AUTO:
             self.left_open[path] = None
