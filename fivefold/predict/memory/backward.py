@@ -34,7 +34,7 @@ def backward_points(
 
 @dataclass(frozen=True)
 class _Walk:
-    """The points on a backward's way at which memory may peak.
+    """The points of a backward at which memory may peak, in order.
 
     Attributes:
         route: what it meets.
@@ -60,8 +60,8 @@ class _Walk:
 
     @property
     def _waiting(self) -> float:
-        """Bytes of it that wait, whole, until the ends of the stage are reduced; those of a table
-        that is also the embedding's until its other gradient is there."""
+        """Bytes of this gradient that are kept whole until the ends of the stage are reduced; that
+        of a tied embedding until its other gradient exists."""
         if self.passage.deferred:
             return 0.0
         if self.route.policy.reduces:
@@ -199,7 +199,8 @@ class _Walk:
         yield self._ended(end, passage.end_of(rest, *done), route.copies.but("ends", *before))
 
     def _ends(self) -> Iterator[ActPoint]:
-        """The embedding, beside the last message of the layers, and the ends of the stage."""
+        """The points at the embedding, beside the last message of the layers, and at the ends of
+        the stage."""
         route = self.route
         ends, *blocks = route.blocks
         over = ActPoint("the embedding", -sum(route.kept), route.gone, done=True)
@@ -221,7 +222,7 @@ class _Walk:
             yield own._replace(resharded=end.resharded + route.copies.but())
 
     def _ended(self, point: ActPoint, change: Change, gathered: float) -> ActPoint:
-        """A point with what has changed, and so much less gathered."""
+        """The point after a change, with this many gathered bytes fewer."""
         gradients, made, resharded = change
         gradients, resharded = gradients + self._waiting, resharded + gathered
         return point._replace(gradients=gradients, made=made, resharded=resharded)
