@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
+from fivefold.config.foreign import foreign
 from fivefold.config.megatron_job.described import Described
-from fivefold.config.megatron_job.harmless import is_harmless
 from fivefold.config.megatron_job.release import Known, known
 from fivefold.config.settings import name_of_flag
 from fivefold.errors import ConfigError, Mistake, shown
@@ -184,7 +184,7 @@ def _read_fields(job: Described, fields: Mapping[str, Any], release: Known, file
                 job.mistakes.add(f"{name} of {file.name} cannot be {shown(value)}")
         elif name in _STRETCH:
             job.settings |= {name: value} if fields.get("multi_latent_attention") else {}
-        elif name not in _IDLE and value is not None and not is_harmless(name):
+        elif name not in _IDLE and value is not None and not foreign(name).idle:
             job.mistakes.add(f"{name} = {shown(value)} of {file.name}: no model here has that")
 
 
