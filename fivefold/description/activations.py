@@ -86,7 +86,7 @@ def saved_activations(
 
 @lru_cache(maxsize=1024)
 def _saved(model: ModelConfig, kind: LayerKind, running: Running) -> Mapping[str, Saved]:
-    """What a layer of this kind keeps that is not recomputed as a whole."""
+    """What a layer of this kind keeps if it is not recomputed as a whole."""
     memory = running.memory
     moved = memory.moved_items
     saved = {}
@@ -109,7 +109,7 @@ def _saved(model: ModelConfig, kind: LayerKind, running: Running) -> Mapping[str
 def _saved_by_recomputation(
     model: ModelConfig, kind: LayerKind, running: Running, starts_group: bool
 ) -> Mapping[str, Saved]:
-    """What a layer keeps that is recomputed as a whole; the first of a group keeps its input."""
+    """What a layer keeps if it is recomputed as a whole; the first of a group keeps its input."""
     saved = {}
     if starts_group:
         size = running.element_bytes * model.hidden_size / running.token_parts
@@ -227,17 +227,18 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
 
 
 def _keeps_states(model: ModelConfig, running: Running) -> bool:
-    """Whether the output layer keeps what it reads."""
+    """Whether the output layer keeps its input."""
     return model.trains_all or running.memory.makes_logits_again
 
 
 def _keeps_whole_states(model: ModelConfig, running: Running) -> bool:
-    """Whether what the output layer keeps are the states that it is given."""
+    """Whether the output layer keeps its input unchanged."""
     return _keeps_states(model, running) and model.logits_scaling == 1.0
 
 
 def loss_gradient_bytes(model: ModelConfig, running: Running) -> float:
-    """Bytes per token that the backward of Fivefold's loss takes beside its logits, on one rank.
+    """Bytes per token that the backward of Fivefold's loss needs in addition to its logits, on one
+    rank.
 
     An unfused loss makes their gradient in at least fp32, then in their own type; a fused one has
     made it in its forward.
@@ -265,7 +266,7 @@ def deferred_by_ends(model: ModelConfig, parts: StageParts, running: Running) ->
 
 
 def _logits(model: ModelConfig, running: Running) -> float:
-    """Logits of a token on one rank."""
+    """Number of logits per token on one rank."""
     return model.padded_vocab_size / (1 if running.whole_logits else running.tensor_parallel)
 
 
@@ -350,14 +351,14 @@ def _remade(item: Kept, running: Running) -> float:
 
 
 def _away(item: Kept, running: Running) -> float:
-    """Bytes per token that are offloaded of an item's tensors that are large enough."""
+    """Bytes per token of an item's tensors that are offloaded, those that are large enough."""
     least = running.memory.min_offloaded_tensor_size / running.microbatch_tokens
     large = sum(tensor for tensor in item.tensors if tensor >= least)
     return running.memory.activation_offload_fraction * large
 
 
 def _unit_norms(model: ModelConfig, layer: int, tp: int) -> float:
-    """Heads of a layer on one rank that are normalised without weights."""
+    """Number of heads of a layer on one rank that are normalised without weights."""
     keys = model.as_in(layer).kv_heads_of(tp)
     of_values = keys * (model.v_l2_norm and model.is_softmax(layer))
     turned = model.qk_l2_norm and model.rotates(layer)

@@ -72,7 +72,7 @@ class Operation:
 
     @property
     def frozen(self) -> bool:
-        """Whether it has weights of which none is trained, so that it makes no gradient of them."""
+        """Whether it has weights and none is trained, so that it computes no weight gradients."""
         return bool(self.weights) and not any(weight.trained for weight in self.weights)
 
     @property
@@ -96,7 +96,7 @@ class Operation:
         return *read, *self.kept_else(running)
 
     def keeps_inputs(self, running: Running) -> bool:
-        """Whether inputs are kept: for gradients of its weights, or to make its results again."""
+        """Whether inputs are kept: for gradients of its weights, or to recompute its results."""
         return not self.frozen or not {*self.rerun_by}.isdisjoint(running.remade)
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
@@ -338,8 +338,8 @@ class CoreAttention(Operation):
         return queries + running.by_key_heads(model.k_size + model.v_size, model.num_kv_heads)
 
     def _keeps_output(self, running: Running) -> bool:
-        """Whether attention keeps its output beside what reads it: ranks exchange it, or the output
-        projection keeps 8 bits of it."""
+        """Whether attention keeps its output in addition to its reader's copy: because ranks
+        exchange it, or the output projection keeps 8 bits of it."""
         narrow = running.input_bytes < running.element_bytes
         return running.exchanging_ranks > 1 or (narrow and not self.model.attention_output_gate)
 

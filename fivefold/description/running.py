@@ -129,7 +129,7 @@ class Running:
         )
 
     def of_kind(self, kind: LayerKind) -> "Running":
-        """The same for layers of a kind, of which wide ones keep what they read as it is."""
+        """The same for layers of a kind; bf16 layers keep their inputs as they are."""
         if not kind.wide or self.input_bytes == self.element_bytes:
             return self
         return replace(self, input_bytes=self.element_bytes, scale_rows=0)
@@ -188,11 +188,12 @@ class Running:
         return self.rows(experts) / self.expert_tensor_parallel
 
     def narrows(self, *unless: str) -> bool:
-        """Whether a linear layer keeps 8 bits of its input: not if one of these is made again."""
+        """Whether a linear layer keeps an 8-bit copy of its input: not if one of these modules
+        recomputes it."""
         return self.input_bytes < self.element_bytes and not {*unless} & {*self.remade}
 
     def input_size(self, *unless: str) -> float:
-        """Bytes per element of what it keeps of its input; arguments as in `narrows`."""
+        """Bytes per element that it keeps of its input; arguments as in `narrows`."""
         return self.input_bytes if self.narrows(*unless) else self.element_bytes
 
     @property
@@ -243,7 +244,7 @@ def share_at_once(running: Running, rerun_by: tuple[str, ...]) -> float:
 
 
 def layer_rows(running: Running, model: ModelConfig) -> LayerRows:
-    """Rows of a layer with experts, per token of the microbatch."""
+    """Rows of a layer with experts per token of the microbatch."""
     if running.routed is not None:
         return running.routed.times(1 / running.microbatch_tokens)
     ep, etp = running.expert_parallel, running.expert_tensor_parallel
@@ -278,7 +279,8 @@ def scale_bytes(running: Running, features: float, rows: float | None = None) ->
 
 
 def _normed_twice(config: Config) -> Iterator[str]:
-    """What is kept twice of each layer, as its ranks exchange heads or move them to host memory."""
+    """The tensors that each layer keeps twice because of norms, depending on the exchange of heads
+    and offloading."""
     model, parallel = config.model, config.parallel
     if not (model.qk_l2_norm or model.v_l2_norm):
         return

@@ -34,7 +34,7 @@ def backward_points(
 
 @dataclass(frozen=True)
 class _Walk:
-    """The points on a backward's way at which memory may peak.
+    """The points of a backward at which memory may peak, in order.
 
     Attributes:
         route: what it meets.
@@ -60,8 +60,8 @@ class _Walk:
 
     @property
     def _waiting(self) -> float:
-        """Bytes of it that wait, whole, until the ends of the stage are reduced; those of a table
-        that is also the embedding's until its other gradient is there."""
+        """Bytes of this gradient that are kept whole until the ends of the stage are reduced; that
+        of a tied embedding until its other gradient exists."""
         if self.passage.deferred:
             return 0.0
         if self.route.policy.reduces:
@@ -231,7 +231,8 @@ class _Walk:
         yield self._ended(point, passage.end_of(block, *done), gathered, place)
 
     def _ends(self) -> Iterator[ActPoint]:
-        """The embedding, beside the last message of the layers, and the ends of the stage."""
+        """The points at the embedding, beside the last message of the layers, and at the ends of
+        the stage."""
         route = self.route
         ends, *blocks = route.blocks
         over = ActPoint("the embedding", -sum(route.kept), route.gone, done=True)
@@ -253,8 +254,8 @@ class _Walk:
             yield own._replace(resharded=end.resharded + route.copies.but())
 
     def _ended(self, point: ActPoint, change: Change, gathered: float, place: int) -> ActPoint:
-        """A point in a layer of the stage, or before all (-1), with what has changed, and so much
-        less gathered."""
+        """The point after a change, with this many gathered bytes fewer, in the layer at a place
+        of the stage; -1: before all layers."""
         gradients, made, resharded = change
         gradients += self._waiting + self._looked_up(place)
         resharded += gathered
@@ -291,8 +292,8 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
 def _behind(
     route: Route, passage: Passage, place: int, point: ActPoint, own: float, *done: GatheredBlock
 ) -> Change:
-    """What has changed when all layers behind this one are done, and the blocks `done` and `own`
-    further elements of its own.
+    """The change when all layers behind this one are done, and of this one the blocks `done` and
+    `own` further elements.
 
     FSDP2 keeps new gradients until it has all of a block's; others are added up one by one.
     """

@@ -1,4 +1,4 @@
-"""What a stage of the pipeline keeps, gathers and sends; sizes are bytes on one device."""
+"""Sizes of a pipeline stage: what it keeps, gathers and sends, in bytes on one device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from fivefold.predict.memory.sizes import (
 
 @dataclass(frozen=True)
 class StageSizes:
-    """What a backward meets in a stage, wherever it is.
+    """Sizes that every point of a stage's backward needs.
 
     Attributes:
         layout: layout of the stage.
@@ -39,12 +39,12 @@ class StageSizes:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The layers of the stage."""
+        """Indices of the stage's layers."""
         return all_layers(self.layout.config.model, self.stage)
 
     @cached_property
     def _placed(self) -> list[tuple[int, int]]:
-        """The layers with their places."""
+        """The stage's layers with their places."""
         return placed_layers(self.layout.config.model, self.stage)
 
     @cached_property
@@ -67,7 +67,7 @@ class StageSizes:
 
     @cached_property
     def gone(self) -> float:
-        """Bytes of the loss, negative."""
+        """Bytes (negative) of the loss, which is freed."""
         loss = loss_bytes(self.layout.config.model, self.running) if self.stage.head else {}
         return -self.tokens * total(loss).kept
 
@@ -85,23 +85,23 @@ class StageSizes:
 
     @cached_property
     def blocks(self) -> tuple[GatheredBlock, ...]:
-        """What is trained: the ends of the stage, then its layers, each kind with their number."""
+        """Trained parameters: the ends of the stage, then each kind of layer with its count."""
         whole = self.policy.whole_embedding
         return stage_blocks(self.layout, self.stage, trained=True, whole_embedding=whole)
 
     @cached_property
     def copies_at(self) -> Callable[[int], Copies]:
-        """What is gathered to compute with in the layer at a place."""
+        """Gathered weights in the layer at a place."""
         return cache(partial(Copies.of, self.layout, self.stage, self.policy))
 
     @property
     def copies(self) -> Copies:
-        """What is gathered to compute with in the last layer."""
+        """Gathered weights in the last layer."""
         return self.copies_at(len(self.numbers) - 1)
 
     @cached_property
     def parts(self) -> tuple[tuple[GatheredBlock, GatheredBlock], ...]:
-        """The experts of each layer of the stage, and the rest of it, as far as it is trained."""
+        """Trained parameters of each layer's experts, and of the rest of the layer."""
         model = self.layout.config.model
         known: dict[tuple[LayerKind, bool], tuple[GatheredBlock, GatheredBlock]] = {}
         kinds = [(layer_kind(model, n), n < model.num_layers) for n in self.numbers]
@@ -119,8 +119,8 @@ class StageSizes:
 
     @cached_property
     def largest(self) -> frozenset[int]:
-        """Places of layers of which most is trained together: the first of those, of all and before
-        any further prediction, and the last one that has others before and behind it."""
+        """Places of layers with the most trained parameters: the first such layer of all, and of
+        those before any further prediction; and the last such layer between two others."""
         sizes = [max(part.size for part in parts) for parts in self.parts]
         before = sizes[: min(self.predictions, default=0)] or sizes
         first = {each.index(max(each)) for each in (sizes, before)}
@@ -128,12 +128,13 @@ class StageSizes:
         return frozenset(first | {max(between, key=sizes.__getitem__, default=0)})
 
     def behind(self, place: int) -> tuple[GatheredBlock, ...]:
-        """What is trained of the layers behind one, in the order of a backward."""
-        parts = (part for parts in self.parts[:place:-1] for part in parts)
-        return tuple(part for part in parts if part.size)
+        """Trained parameters of the layers behind one, in the order of a backward."""
+        numbers = self.numbers[:place:-1]
+        blocks = (layer_block(self.layout, number, trained=True) for number in numbers)
+        return tuple(part for block in blocks for part in block.parts(self.policy) if part.size)
 
     def other_than(self, place: int) -> tuple[GatheredBlock, ...]:
-        """What is trained of all layers but one."""
+        """Trained parameters of all layers but one."""
         own = layer_block(self.layout, self.numbers[place], trained=True)
         return *self.blocks[1:], replace(own, count=-1)
 
