@@ -47,6 +47,20 @@ def leaving_in_order() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
+@contextmanager
+def held_back() -> Iterator[None]:
+    """`STOP_SIGNALS` wait for the end of the block, in which a process is forked.
+
+    The child would inherit handlers that swallow them, until it has its own and lets them through
+    (`children.leave_signals_to_parent`); what Python itself does around a fork swallows exceptions.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def leave_at_once() -> None:
     """Have SIGTERM and SIGUSR1 end this process also where no handler would run: a rank that a
     launcher ends may be waiting for another one."""
