@@ -7,6 +7,7 @@ and `run(argv) -> status`. If `Options` has a field `recipe`, every setting of a
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import MappingProxyType
 from typing import NoReturn
@@ -89,8 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except FivefoldError as error:
         if _tells(error):
-            # In one piece, so that ranks that fail at the same time do not mix their lines.
-            sys.stderr.write(f"{paint('error:', 'red', sys.stderr)} {error}\n")
+            # In one piece, so that ranks that fail at the same time do not mix their lines; where
+            # nobody can read it, the status still tells.
+            with suppress(OSError):
+                sys.stderr.write(f"{paint('error:', 'red', sys.stderr)} {error}\n")
         return error.status
     except KeyboardInterrupt:
         return 130
