@@ -1,21 +1,22 @@
-"""`fivefold translate`: a job of Megatron-LM or DeepSpeed as a recipe."""
+"""`fivefold translate`: a job of Megatron-LM, DeepSpeed or torchtitan as a recipe."""
 
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
-from typing import TextIO
+from typing import Any, TextIO
 
 from fivefold.check import check
 from fivefold.cli.style import paint
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.deepspeed_job.file import read_file
+from fivefold.config.deepspeed_job.file import DeepSpeedJob
 from fivefold.config.deepspeed_job.settings import translate as translate_file
+from fivefold.config.job_settings import read_object
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.megatron_job.arguments import MegatronJob, job_of, read_job
 from fivefold.config.megatron_job.command import Around
@@ -23,6 +24,10 @@ from fivefold.config.megatron_job.settings import translate as translate_job
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import Count, argument, changed, option
 from fivefold.config.sources import load_options, read_config, to_toml
+from fivefold.config.torchtitan_job.file import is_text_of_torchtitan, read_text_of_torchtitan
+from fivefold.config.torchtitan_job.job import TitanJob
+from fivefold.config.torchtitan_job.saved import is_saved, job_of_saved
+from fivefold.config.torchtitan_job.settings import translate as translate_titan
 from fivefold.config.translation import Translation
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import read_text, write_atomic
@@ -32,29 +37,36 @@ from fivefold.units import several
 
 @dataclass(frozen=True)
 class Options:
-    """Write a recipe that is a job of Megatron-LM (same model, layout, batch, rates and data) or of
-    DeepSpeed (what its file of settings says).
+    """Write a recipe that is a job of Megatron-LM (same model, layout, batch, rates and data), of
+    torchtitan (all of these but data), or of DeepSpeed (what its file of settings says).
 
     Arguments that are not given have the trainer's defaults. What has no counterpart here is told,
     and stands in the recipe as comments.
     """
 
     source: str = argument(
-        "Megatron-LM: the job's script, command line, log or checkpoint, - for input; "
-        "DeepSpeed: its JSON file, with --model"
+        "Megatron-LM: the job's script, command line, log or checkpoint, - for input; torchtitan: "
+        "its TOML file, script, command line, log or saved settings; DeepSpeed: its JSON file, "
+        "with --model"
     )
     target: str | None = argument("recipe to write (default: print it)", None)
     vocab_size: Count | None = option(
         None, "tokens of the tokenizer, if the job does not say (default: what it says)"
     )
     script_arguments: str | None = option(
-        None, "Megatron-LM: what its script is called with, as one text (default: nothing)"
+        None,
+        "Megatron-LM, torchtitan: what its script is called with, as one text, or flags that "
+        "change a TOML file (default: nothing)",
     )
     model: str | None = option(
-        None, "DeepSpeed: preset, hub name, or path of a config.json (its files say no model)"
+        None,
+        "DeepSpeed, torchtitan: preset, hub name, or path of a config.json (default: the model "
+        "that the job says; DeepSpeed's files say none)",
     )
     nproc: Count | None = option(
-        None, "DeepSpeed: number of ranks (default: what its batch sizes say)"
+        None,
+        "DeepSpeed, torchtitan: number of ranks (default: what its batch sizes, or its launcher, "
+        "say)",
     )
 
 
@@ -67,6 +79,7 @@ def run(argv: Sequence[str]) -> int:
     refused = _refused(config, ranks)
     recipe = "\n".join([*_header(found, refused), "", to_toml(config, changes_only=True)])
     stem = "job" if options.source == "-" else Path(options.source).stem
+    stem += "-recipe" * (Path(options.source).suffix == ".toml")
     target = options.target or f"{stem}.toml"
     if options.target is None:
         print(recipe, end="")
@@ -101,10 +114,27 @@ def _translated(options: Options) -> Translation:
         _check_unasked(options, "model", "nproc")
         return translate_job(_of_checkpoint(path), options.vocab_size)
     text = sys.stdin.read() if options.source == "-" else read_text(path, ConfigError)
-    if not text.lstrip().startswith("{"):
-        _check_unasked(options, "model", "nproc")
-        return translate_job(read_job(text, _around(options, path)), options.vocab_size)
-    _check_unasked(options, "vocab_size", "script_arguments")
+    if text.lstrip().startswith("{"):
+        _check_unasked(options, "vocab_size", "script_arguments")
+        given = read_object(text)
+        return (
+            _of_titan(job_of_saved(given), options) if is_saved(given) else _of_file(given, options)
+        )
+    if is_text_of_torchtitan(text, path.name):
+        _check_unasked(options, "vocab_size")
+        job = read_text_of_torchtitan(text, str(path), _around(options, path))
+        return _of_titan(job, options)
+    _check_unasked(options, "model", "nproc")
+    return translate_job(read_job(text, _around(options, path)), options.vocab_size)
+
+
+def _of_titan(job: TitanJob, options: Options) -> Translation:
+    found = translate_titan(job, options.nproc, options.model is not None)
+    given = {} if options.model is None else {"model": options.model}
+    return replace(found, values=given | found.values)
+
+
+def _of_file(given: Mapping[str, Any], options: Options) -> Translation:
     mistakes = Mistakes()
     if options.model is None:
         mistakes.add(
@@ -112,7 +142,7 @@ def _translated(options: Options) -> Translation:
             works=["--model FOLDER, with its config.json", "--model llama3-8b"],
         )
     with mistakes.collecting():
-        found = translate_file(read_file(text), options.nproc)
+        found = translate_file(DeepSpeedJob(given), options.nproc)
     mistakes.raise_if_any()
     return replace(found, values={"model": options.model} | found.values)
 

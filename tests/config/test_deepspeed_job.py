@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.deepspeed_job.file import read_file
+from fivefold.config.deepspeed_job.file import DeepSpeedJob
 from fivefold.config.deepspeed_job.settings import translate
+from fivefold.config.job_settings import read_object
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.sources import read_config
 from fivefold.config.translation import Translation
@@ -91,7 +92,7 @@ CONSTANT |= {"zero_optimization": {"stage": 3, "cpu_offload_param": True}}
 
 
 def of(file: dict[str, Any], ranks: int | None = None) -> Translation:
-    return translate(read_file(json.dumps(file)), ranks)
+    return translate(DeepSpeedJob(read_object(json.dumps(file))), ranks)
 
 
 def outcome(file: dict[str, Any]) -> tuple[Any, ...]:
@@ -163,7 +164,7 @@ def with_value(file: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def read_paths(file: dict[str, Any]) -> set[str]:
-    job = read_file(json.dumps(file))
+    job = DeepSpeedJob(read_object(json.dumps(file)))
     translate(job)
     return job._read
 
@@ -259,8 +260,8 @@ def test_what_is_sharded_and_moved_in_any_way_is_trained_or_told() -> None:
 
 @pytest.mark.parametrize("text", ["{", "{}x", '{"a": 1, "a": 2}', "[" * 100_000])
 def test_what_is_no_file(text: str) -> None:
-    with pytest.raises(ConfigError, match="no file of settings for DeepSpeed"):
-        read_file(text)
+    with pytest.raises(ConfigError, match="no file of settings"):
+        read_object(text)
 
 
 @pytest.mark.parametrize(
