@@ -103,6 +103,7 @@ OLD: dict[str, Any] = {
     "activation_checkpoint": {"mode": "full"},
 }
 JOBS = (DENSE, EXPERTS, OLD)
+GPT_OSS: dict[str, Any] = {"model": {"name": "gpt_oss", "flavor": "20b"}}
 
 
 def of(tables: dict[str, Any], ranks: int | None = None) -> Translation:
@@ -245,6 +246,9 @@ def test_models_have_as_many_parameters_as_there() -> None:
     flavours = list(every_flavour())
     assert len(flavours) > 60
     for release, module, flavour, count in flavours:
+        if module == "gpt_oss" and release < "0.2.2":  # a router without a bias, which is named
+            assert "before 0.2.2 its router has no bias" in " ".join(of(GPT_OSS, 8).lost)
+            continue
         model = model_of(module, flavour, release, 4096)
         assert count_parameters(model, padded=False).total == count, (release, module, flavour)
 

@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any
 
-from fivefold.config.config import SECTIONS
+from fivefold.config.config import SECTIONS, SETTINGS
+from fivefold.config.job_settings import leaves
 from fivefold.config.megatron_job.command import Around
+from fivefold.config.sources import PRESET
 from fivefold.config.torchtitan_job.command import job_of_script, job_of_words
 from fivefold.config.torchtitan_job.job import TitanJob
-from fivefold.config.torchtitan_job.releases import known
+from fivefold.config.torchtitan_job.releases import all_settings, renamed
 from fivefold.config.torchtitan_job.saved import LOGGED, job_of_log
 from fivefold.errors import ConfigError, Mistake
 from fivefold.files import parse_toml
@@ -55,19 +58,12 @@ def read_text_of_torchtitan(text: str, name: str, around: Around) -> TitanJob:
 
 def _check_is_job(tables: Mapping[str, Any], name: str) -> None:
     """Refuse what is not torchtitan's, such as a recipe."""
-    sections = {section.partition(".")[0] for each in known().settings.values() for section in each}
-    theirs = {path for each in known().settings.values() for path in each}
-    given = [
-        f"{section}.{key}"
-        for section, table in tables.items()
-        if isinstance(table, dict)
-        for key in table
-    ]
-    if any(path in theirs for path in given) or set(tables) & (sections - set(SECTIONS)):
+    paths = [left.path for left in leaves(tables)]
+    theirs = sum(renamed(path) in all_settings() for path in paths)
+    ours = sum(path.rpartition(".")[2] in (*SETTINGS, PRESET) for path in paths)
+    if theirs > ours or set(tables) - set(SECTIONS):
         return
-    recipe = set(tables) <= set(SECTIONS) and bool(tables)
-    what = (
-        f"{name} is a recipe of Fivefold's already" if recipe else f"{name} is no job of torchtitan"
-    )
-    works = (f"fivefold train {name}",) if recipe else ()
-    raise ConfigError(Mistake(what, works=works))
+    if ours:
+        works = (f"fivefold train {quote(name)}",)
+        raise ConfigError(Mistake(f"{name} is a recipe of Fivefold's already", works=works))
+    raise ConfigError(f"{name} is no job of torchtitan: it gives none of its settings")

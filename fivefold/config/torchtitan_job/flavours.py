@@ -181,6 +181,8 @@ def model_of(module: str, flavour: str, release: str, seq_length: int) -> ModelC
     if release < "0.2.1" and module == "deepseek_v3":  # experts are not chosen by groups
         model = _restored(model, plain, "moe_router_num_groups", "moe_router_group_topk")
         model = _restored(model, plain, "moe_router_group_scores")
+    if release < "0.2.2" and module == "qwen3":  # nothing is tied
+        model = _restored(model, plain, "untie_embeddings_and_output_weights")
     short = seq_length <= model.original_max_position_embeddings
     if release < "0.3" and module == "deepseek_v3" and short:
         model = _restored(model, plain, "rope_type", "mscale", "mscale_all_dim")

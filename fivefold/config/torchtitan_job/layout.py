@@ -128,11 +128,17 @@ def of_parallel(
         yield from _experts(job, degrees, lost)
 
 
-def _strategy(job: TitanJob, degrees: Degrees, lost: list[str]) -> str:
+def _again(job: TitanJob, degrees: Degrees) -> bool:
+    """Whether FSDP gathers weights for the backward again."""
     again = job.choice(f"{_P}fsdp_reshard_after_forward", "default", "always", "never")
+    return again == "always" or (again == "default" and degrees.pp == 1)
+
+
+def _strategy(job: TitanJob, degrees: Degrees, lost: list[str]) -> str:
+    again = _again(job, degrees)
     if not degrees.sharded:
         return "no_shard"
-    if again == "always" or (again == "default" and degrees.pp == 1):
+    if again:
         return "optim_grads_params"
     lost.append(
         "its weights are sharded and stay gathered between forward and backward: here, as in "
@@ -188,12 +194,16 @@ def compiled_parts(job: TitanJob) -> list[str]:
 
 def of_memory(job: TitanJob, degrees: Degrees, model: ModelConfig | None, lost: list[str]) -> Named:
     """Recomputation and offloading."""
-    if job.flag("training.enable_cpu_offload"):
-        if degrees.sharded:
-            yield "param_cpu_offload", True
-            yield "optimizer_cpu_offload", True
-        else:
-            lost.append("training.enable_cpu_offload moves nothing there without FSDP")
+    if job.flag("training.enable_cpu_offload") and degrees.sharded:
+        yield "optimizer_cpu_offload", True
+        whole = _again(job, degrees)
+        yield "param_cpu_offload", whole
+        if not whole:
+            lost.append(
+                "training.enable_cpu_offload: weights that stay gathered stay on the device"
+            )
+    elif job.flag("training.enable_cpu_offload"):
+        lost.append("training.enable_cpu_offload moves nothing there without FSDP")
     path = "activation_checkpoint."
     mode = job.choice(f"{path}mode", "selective", "full", "none", "memory_budget")
     named = job.get(f"{path}selective_ac_option")

@@ -148,11 +148,13 @@ def _model(job: TitanJob, lost: list[str]) -> ModelConfig | None:
         return None
     name = known_as(module, flavour)
     if name is None:
-        what = (
-            f"model.flavor = {flavour}: none of {module}'s{did_you_mean(flavour, FLAVOURS[module])}"
-        )
+        near = {each.lower(): each for each in FLAVOURS[module]}.get(flavour.lower(), flavour)
+        what = f"model.flavor = {flavour}: none of {module}'s"
+        what += did_you_mean(near, FLAVOURS[module])
         job.mistakes.add(what, works=[*FLAVOURS[module], *other])
         return None
+    if module == "gpt_oss" and job.releases[0] < "0.2.2":
+        lost.append("before 0.2.2 its router has no bias, and here it has one")
     if refused := _unread_model(job):
         job.mistakes.add(f"its configuration's {refused} is not read", works=other)
     lost.append("initial weights are drawn as its models say, each layer's by its depth")

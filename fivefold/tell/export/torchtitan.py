@@ -279,6 +279,11 @@ def _lost_of_the_layout(said: Settings, layout: Layout, runs: Layout) -> Iterato
             "torchtitan always shards parameters; fsdp_reshard_after_forward never keeps them "
             "gathered between forward and backward, which is nearest to ZeRO-2"
         )
+    if grid.cp > 1 and not parallel.sharding.splits_optimizer:
+        yield (
+            "torchtitan shards weights over context-parallel ranks, whatever "
+            "data_parallel_sharding_strategy says"
+        )
     if runs is not layout:
         yield (
             f"torchtitan has no {layout.schedule} schedule (pipeline_schedule) for "
