@@ -173,7 +173,8 @@ def _experts(job: TitanJob, degrees: Degrees, lost: list[str]) -> Named:
             f"{_P}expert_tensor_parallel_degree = {etp}: it is 1, or "
             f"{_P}tensor_parallel_degree = {degrees.tp}"
         )
-    if ep > 1 and backend == "deepep":
+    sends = "" if job.configuration is None else job.configuration.dispatcher
+    if ep > 1 and (backend == "deepep" or sends.startswith(("DeepEP", "HybridEP"))):
         yield "moe_token_dispatcher_type", "flex"
     overlaps = job.flag(f"{_P}pipeline_parallel_expert_parallel_overlap", True)
     in_pairs = job.word(f"{_P}pipeline_parallel_schedule") == "dualpipev" and degrees.pp > 1

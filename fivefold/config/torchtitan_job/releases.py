@@ -82,16 +82,20 @@ class Configuration(NamedTuple):
         module: module of its model.
         flavour: its model's flavour.
         attention: class that computes its attention.
+        dispatcher: class that sends tokens to experts; empty: there are none.
         linear: classes of its linear layers.
         predictions: further tokens that it predicts.
+        data: class that reads its data.
         values: settings that are not at their defaults.
     """
 
     module: str
     flavour: str
     attention: str
+    dispatcher: str
     linear: tuple[str, ...]
     predictions: int
+    data: str
     values: Mapping[str, Any]
 
 

@@ -58,12 +58,16 @@ def job_of_saved(given: Mapping[str, Any]) -> TitanJob:
     else:
         mode = "selective" if "force_recompute_mm_shapes_by_fqns" in kind else "full"
     flat["activation_checkpoint.mode"] = mode
-    configuration = Configuration(module, flavour, "FlexAttention", ("Linear",), 0, {})
+    data = "HuggingFaceTextDataLoader"
+    configuration = Configuration(module, flavour, "FlexAttention", "", ("Linear",), 0, data, {})
     job = job_in_python(configuration, flat, None)
     if wrong := _unlike(module, flavour, spec.get("model")):
         works = ("--model FOLDER, with its config.json",)
         raise ConfigError(Mistake(f"its model is not {module} {flavour}: {wrong}", works=works))
-    note = "its file does not say whether its model multiplies in 8 bits: --fp8-format"
+    note = (
+        "its file does not say whether its model multiplies in 8 bits (--fp8-format), nor by whom "
+        "tokens are sent to experts (--moe-token-dispatcher-type)"
+    )
     return replace(job, notes=(note,))
 
 

@@ -27,11 +27,13 @@ from fivefold.config.torchtitan_job.layout import (
     of_parallel,
 )
 from fivefold.config.torchtitan_job.rates import of_optimizer
-from fivefold.config.torchtitan_job.releases import IN_PYTHON
+from fivefold.config.torchtitan_job.releases import IN_PYTHON, Configuration, known
 from fivefold.config.translation import Named, Translation, fitting
 from fivefold.errors import did_you_mean, shown
 
 TRAINER = "torchtitan"
+_NARROW = {"Float8Linear": "float8", "MXFP8Linear": "mx"}
+"""Classes of linear layers in 8 bits, and what TOML files call them."""
 _FLOAT8 = ("float8", "quantize.linear.float8", "quantize.dense.float8")
 _MX = ("mx", "quantize.linear.mx", "quantize.dense.mx")
 _EXPERTS_FLOAT8 = ("quantize.grouped_mm.float8", "quantize.moe.float8")
@@ -64,8 +66,8 @@ def translate(job: TitanJob, ranks: int | None = None, model_given: bool = False
     lost: list[str] = []
     ranks = ranks or job.ranks
     hub = job.word_as_it_is("hf_transformers.model")
-    its = job.get("model.name") in _BY_HUB and job.get("model.flavor") == "full"
-    by_hub = its and bool(hub) and not model_given
+    of_hub = job.get("model.name") in _BY_HUB and job.get("model.flavor") == "full"
+    by_hub = of_hub and bool(hub) and not model_given
     model = None if model_given or by_hub else _model(job, lost)
     degrees = degrees_of(job, ranks)
     named = (
@@ -83,6 +85,8 @@ def translate(job: TitanJob, ranks: int | None = None, model_given: bool = False
         values |= {field.name: getattr(model, field.name) for field in fields(model)}
     if by_hub:
         values["model"] = hub
+    if model_given and job.configuration is not None and (its := _unread_model(job.configuration)):
+        lost.append(f"what its configuration has besides the model: {its}")
     left = job.without_counterpart()
     harmless = [path for path in left if is_harmless(path) or _idles(job, path)]
     lost += [
@@ -155,8 +159,14 @@ def _model(job: TitanJob, lost: list[str]) -> ModelConfig | None:
         return None
     if module == "gpt_oss" and job.releases[0] < "0.2.2":
         lost.append("before 0.2.2 its router has no bias, and here it has one")
-    if refused := _unread_model(job):
-        job.mistakes.add(f"its configuration's {refused} is not read", works=other)
+    if job.configuration is not None and (refused := _unread_model(job.configuration)):
+        readable = [
+            name
+            for name, each in known().configurations.items()
+            if (each.module, each.flavour) == (module, flavour) and not _unread_model(each)
+        ]
+        what = f"what its configuration has cannot be translated: {refused}"
+        job.mistakes.add(what, works=[f"--config {name}" for name in readable])
     lost.append("initial weights are drawn as its models say, each layer's by its depth")
     length = job.count("training.seq_len") or 1
     model, *earlier = (
@@ -173,18 +183,13 @@ def _model(job: TitanJob, lost: list[str]) -> ModelConfig | None:
     return model
 
 
-def _unread_model(job: TitanJob) -> str:
+def _unread_model(its: Configuration) -> str:
     """What of a configuration's model no settings here can be; empty: nothing."""
-    its = job.configuration
-    if its is None:
-        return ""
-    known = ("Linear", "Float8Linear", "RowParallelLinear", "ScaledBiasRowwiseLinear")
-    others = [name for name in its.linear if name not in known]
-    groups = [path for path in its.values if path.startswith("optimizer.param_groups.1.")]
-    further = "further predictions" if its.predictions else ""
-    return ", ".join(
-        [*others, *(["several groups of parameters"] if groups else []), further]
-    ).strip(", ")
+    readable = ("Linear", *_NARROW, "RowParallelLinear", "ScaledBiasRowwiseLinear")
+    several = any(path.startswith("optimizer.param_groups.1.") for path in its.values)
+    found = [name for name in its.linear if name not in readable]
+    found += ["several groups of parameters"] * several
+    return ", ".join([*found, *["further predictions"] * bool(its.predictions)])
 
 
 def _of_formats(job: TitanJob, degrees: Degrees, lost: list[str]) -> Named:
@@ -223,8 +228,8 @@ def _of_8_bits(job: TitanJob, lost: list[str]) -> Named:
     converters = list(job.words("model.converters"))
     if job.flag("model.enable_float8_linear"):
         converters.append("float8")
-    if job.configuration is not None and "Float8Linear" in job.configuration.linear:
-        converters.append("float8")
+    linears = () if job.configuration is None else job.configuration.linear
+    converters += [name for kind, name in _NARROW.items() if kind in linears]
     recipe = "rowwise" if job.release >= IN_PYTHON else job.get(f"{_LINEAR}recipe_name")
     linear, experts = (
         set(converters) & {*_FLOAT8, *_MX},
@@ -259,9 +264,9 @@ def _of_8_bits(job: TitanJob, lost: list[str]) -> Named:
         lost.append(f"its layers {' '.join(kept)} keep bf16: --first-last-layers-bf16 is near it")
     if linear and not experts:
         lost.append("its experts, if there are any, keep bf16, and multiply in 8 bits here")
-    known = {*_FLOAT8, *_MX, *_EXPERTS_FLOAT8, *_EXPERTS_MX}
+    names = {*_FLOAT8, *_MX, *_EXPERTS_FLOAT8, *_EXPERTS_MX}
     lost += [
-        f"model.converters: {each} has no counterpart" for each in converters if each not in known
+        f"model.converters: {each} has no counterpart" for each in converters if each not in names
     ]
 
 
@@ -330,6 +335,8 @@ def _of_data(job: TitanJob, lost: list[str]) -> Named:
         if job.get(path) is not None
     ]
     lost.append(f"{job.said(*said)}: --data-path and --tokenizer-model, of files")
+    if job.configuration is not None and job.configuration.data == "ChatDataLoader":
+        lost.append("its data are conversations: --sft")
 
 
 def _of_evaluation(job: TitanJob, degrees: Degrees, lost: list[str]) -> Named:
