@@ -1,11 +1,10 @@
 """A job's settings by path, as files of other trainers nest them; what is read of them is noted."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from fivefold.errors import ConfigError, Mistakes, shown
+from fivefold.errors import Mistakes, shown
 
 N = TypeVar("N", int, float)
 _MOST = 1e19  # sys.maxsize, which some files have, and less than what no float can hold
@@ -92,26 +91,3 @@ def leaves(value: Mapping[str, Any], before: str = "", off: bool = False) -> Ite
             yield from leaves(inner, f"{before}{name}.", off)
         else:
             yield Left(f"{before}{name}", inner, off)
-
-
-def read_object(text: str) -> dict[str, Any]:
-    """The settings of a JSON file.
-
-    Raises:
-        ConfigError: it is no JSON object, or gives a setting twice.
-    """
-    try:
-        given = json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"no file of settings: {error}") from None
-    if not isinstance(given, dict):
-        raise ConfigError("no file of settings: it is no object")
-    return given
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)} stands there twice")
-    return found

@@ -56,6 +56,7 @@ BREAKS = (
     *("--save-interval 30 --save-retain-interval 45", "--iterations-to-skip 1000", "--min-lr 1"),
     *("--num-experts 8 --moe-router-topk 9", "--cuda-graph-impl local --hidden-dropout 0.1"),
     *("--optimizer dist_muon --optimizer-cpu-offload", "--rampup-batch-size 3 5 100"),
+    "--sft",  # of what holds no conversations
 )
 
 
@@ -120,7 +121,7 @@ def test_only_a_translation_is_written_over(
         assert main(["translate", str(job), str(recipe)]) == 0
     recipe.write_text("[model]\n")
     assert main(["translate", str(job), str(recipe)]) == 2
-    assert "is there, and no translation" in capsys.readouterr().err
+    assert "exists, and is no translation" in capsys.readouterr().err
     assert main(["translate", str(job), str(tmp_path)]) == 2
     assert f"cannot use {tmp_path}: Is a directory" in capsys.readouterr().err
     os.mkfifo(pipe := tmp_path / "pipe")

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.deepspeed_job.file import DeepSpeedJob
+from fivefold.config.deepspeed_job.file import read_file
 from fivefold.config.deepspeed_job.settings import translate
-from fivefold.config.job_settings import read_object
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.sources import read_config
 from fivefold.config.translation import Translation
@@ -92,7 +91,7 @@ CONSTANT |= {"zero_optimization": {"stage": 3, "cpu_offload_param": True}}
 
 
 def of(file: dict[str, Any], ranks: int | None = None) -> Translation:
-    return translate(DeepSpeedJob(read_object(json.dumps(file))), ranks)
+    return translate(read_file(json.dumps(file)), ranks)
 
 
 def outcome(file: dict[str, Any]) -> tuple[Any, ...]:
@@ -164,7 +163,7 @@ def with_value(file: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def read_paths(file: dict[str, Any]) -> set[str]:
-    job = DeepSpeedJob(read_object(json.dumps(file)))
+    job = read_file(json.dumps(file))
     translate(job)
     return job._read
 
@@ -260,8 +259,37 @@ def test_what_is_sharded_and_moved_in_any_way_is_trained_or_told() -> None:
 
 @pytest.mark.parametrize("text", ["{", "{}x", '{"a": 1, "a": 2}', "[" * 100_000])
 def test_what_is_no_file(text: str) -> None:
-    with pytest.raises(ConfigError, match="no file of settings"):
-        read_object(text)
+    with pytest.raises(ConfigError, match="no file of settings for DeepSpeed"):
+        read_file(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"num_train_epochs": 3, "bf16": true}', "num_train_epochs is an argument of the Trainer"),
+        ('{"num-layers": 2, "zero_optimization": {"stage": 1}}', "num-layers is a setting of GPT-"),
+        ('{"model_type": "llama", "num_hidden_layers": 2}', "model_type is of a model of Hugging"),
+        ('{\n"train_batch_size": BATCH\n}', r'line 2 is no JSON\n *"train_batch_size": BATCH'),
+    ],
+)
+def test_files_of_others_are_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_file(text)
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16", "zero_optimization", "optimizer"])
+def test_a_section_without_settings_is_a_mistake(section: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{section} cannot be True: it is a section"):
+        of({section: True})
+
+
+def test_a_mistake_is_told_once_and_older_names_are_read() -> None:
+    with pytest.raises(ConfigError) as refused:
+        of({"zero_optimization": {"stage": [0, 1]}})
+    assert str(refused.value).count("stage cannot be") == 1
+    found = of({"bfloat16": {"enabled": True}, "_comment": "x"})
+    assert found.values["precision"] == "bf16"
+    assert not [line for line in found.lost if "bfloat16" in line or "comment" in line]
 
 
 @pytest.mark.parametrize(

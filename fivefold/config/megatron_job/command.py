@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 import yaml
 
-from fivefold.config.megatron_job.harmless import is_harmless
-from fivefold.config.megatron_job.relatives import is_pretraining
+from fivefold.config.foreign import foreign
+from fivefold.config.megatron_job.relatives import is_pretraining, release_flag
 from fivefold.config.megatron_job.release import Argument
 from fivefold.errors import ConfigError, Mistake
 from fivefold.shell.script import ShellScript
@@ -90,8 +90,10 @@ def launch_of(text: str, flags: Mapping[str, Argument], around: Around) -> Launc
     if _MODEL_ARGS.search(text):
         text = _as_script(text, flags)
     elif not _OPEN.search(text):
-        words = _words(text)
-        return Launch(*_cut(words, flags))
+        launcher, arguments = _cut(_words(text), flags)
+        if not is_pretraining(launcher):
+            raise _no_training(launcher)
+        return Launch(launcher, arguments)
     script = script_of(text, around, lambda words: _starts(words, flags))
     launcher, arguments = _chosen(script.commands, flags)
     launcher = (*tasks_of(text), *launcher)
@@ -121,8 +123,9 @@ def script_of(text: str, around: Around, launches: Callable[[Sequence[str]], boo
 
 def _words(text: str) -> list[str]:
     """The words of a command, of several lines that end with backslashes, and with comments."""
+    text = text.rstrip().removesuffix("\\").replace("\\\n", " ")
     try:
-        return shlex.split(text.replace("\\\n", " "), comments=True)
+        return shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"this is no command that a shell reads: {error}") from None
 
@@ -195,12 +198,14 @@ def _chosen(
         started = ", ".join(readable(launcher[-1]) for launcher in distinct.values() if launcher)
         what = f"the script starts {len(distinct)} jobs: {started[:200]}"
         raise ConfigError(Mistake(what, works=("a script that starts one of them",)))
-    if found:
-        raise ConfigError(
-            f"the job runs {readable(found[0][0][-1])}; what is translated is a training by "
-            "pretrain_gpt.py, or by a program with its arguments and its model"
-        )
-    raise ConfigError(NO_JOB)
+    raise _no_training(found[0][0]) if found else ConfigError(NO_JOB)
+
+
+def _no_training(launcher: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"the job runs {readable(launcher[-1])}; what is translated is a training by "
+        "pretrain_gpt.py, or by a program with its arguments and its model"
+    )
 
 
 def _cut(
@@ -227,7 +232,7 @@ def _without_open(
     for word in words:
         before, flag = flag, word.partition("=")[0] if word.startswith("--") else flag
         missing = tuple(unknown_names(word))
-        argument = flags.get(flag)
+        argument = flags.get(release_flag(flag))
         follows = bool(kept) and kept[-1] == flag and (argument is None or argument.is_valued)
         if not missing:
             kept.append(word)
@@ -244,7 +249,7 @@ def _without_open(
     if needed:
         raise _needed(needed, notes)
     for place in reversed(range(len(kept))):
-        argument = flags.get(kept[place])
+        argument = flags.get(release_flag(kept[place]))
         empty = place + 1 == len(kept) or kept[place + 1].startswith("--")
         if empty and argument and argument.is_valued and _is_file(argument):
             left_open[argument.name] = "nothing"
@@ -254,7 +259,7 @@ def _without_open(
 
 def _is_file(argument: Argument) -> bool:
     """Whether an argument says where something lies, or changes nothing here."""
-    return argument.name in _FILES or is_harmless(argument.name)
+    return argument.name in _FILES or foreign(argument.name).idle
 
 
 def _needed(needed: Mapping[str, str], notes: Sequence[str]) -> ConfigError:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,16 @@ _RANK = re.compile(r"^\[\w+\]:", re.MULTILINE)  # what torchrun puts before each
 _APART = ("model_spec", "override", "loss", "tokenizer")
 
 
-def is_saved(given: Mapping[str, Any]) -> bool:
-    """Whether settings are of torchtitan's, rather than of DeepSpeed's."""
-    return isinstance(given.get("model_spec"), Mapping) or (
-        isinstance(given.get("parallelism"), Mapping) and isinstance(given.get("model"), Mapping)
-    )
+def saved_settings(text: str) -> Mapping[str, Any] | None:
+    """The settings of a file that torchtitan saved; None: it is no such file."""
+    given = None
+    if text.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            given = json.loads(text)
+    if not isinstance(given, dict):
+        return None
+    in_toml = all(isinstance(given.get(name), dict) for name in ("model", "parallelism"))
+    return given if in_toml or isinstance(given.get("model_spec"), dict) else None
 
 
 def job_of_log(text: str) -> TitanJob:
