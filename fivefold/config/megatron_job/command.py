@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -94,21 +94,31 @@ def launch_of(text: str, flags: Mapping[str, Argument], around: Around) -> Launc
         if not is_pretraining(launcher):
             raise _no_training(launcher)
         return Launch(launcher, arguments)
-    script = ShellScript(
-        _slurm(text) | dict(around.environment),
-        around.arguments,
-        around.folder,
-        lambda words: _starts(words, flags),
-    )
-    script.run(text)
+    script = script_of(text, around, lambda words: _starts(words, flags))
     launcher, arguments = _chosen(script.commands, flags)
-    if any(word.startswith("#SBATCH") for word in text.splitlines()):
-        launcher = (*_tasks(text), *launcher)
+    launcher = (*tasks_of(text), *launcher)
     notes = [dollar(note) for note in script.notes]
     if launcher == ("pretrain_gpt.py",):  # a file of MODEL_ARGS does not say it
         notes.append("its program, read as pretrain_gpt.py")
     notes += [readable(words[0]) for words in script.commands if words[0].startswith("--")]
     return _without_open(launcher, arguments, flags, tuple(notes))
+
+
+def script_of(text: str, around: Around, launches: Callable[[Sequence[str]], bool]) -> ShellScript:
+    """A script, read as bash would run it where Slurm gives it what its own lines ask for.
+
+    Args:
+        text: the script.
+        around: what it finds.
+        launches: whether the words of a command are what is looked for.
+
+    Raises:
+        ConfigError: bash would not read it.
+    """
+    environment = _slurm(text) | dict(around.environment)
+    script = ShellScript(environment, around.arguments, around.folder, launches)
+    script.run(text)
+    return script
 
 
 def _words(text: str) -> list[str]:
@@ -148,7 +158,7 @@ def _flag(name: str, value: object, flags: Mapping[str, Argument]) -> Iterator[s
 
 
 def _slurm(text: str) -> dict[str, str]:
-    asked = " ".join(_tasks(text)) + " "
+    asked = " ".join(tasks_of(text)) + " "
     return {
         name: found[1]
         for pattern, names in _SLURM.items()
@@ -157,7 +167,7 @@ def _slurm(text: str) -> dict[str, str]:
     }
 
 
-def _tasks(text: str) -> list[str]:
+def tasks_of(text: str) -> list[str]:
     """The options that a job gives Slurm in lines of its own."""
     lines = re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE)
     return [word for line in lines for word in line.split()]
