@@ -30,6 +30,9 @@ class Architecture:
     layernorm_bias: bool = option(
         True, "give LayerNorm a bias, which that of Cohere's models has not; RMSNorm never has one"
     )
+    norm_elementwise_affine: bool = option(
+        True, "norms of the residual stream have weights; those of OLMo 1 and nanochat have none"
+    )
     norm_epsilon: Positive = option(1e-5, "added to the variance by the normalisation layers")
     apply_layernorm_1p: bool = option(
         False, "multiply by 1 + the weight of a norm, which starts at 0, as Gemma does"
@@ -41,6 +44,9 @@ class Architecture:
     )
     embedding_multiplier: Positive = option(
         1.0, "factor of what is looked up of tokens, in Granite 12 for example"
+    )
+    embed_layernorm: bool = option(
+        False, "normalise the embeddings of tokens before the first layer, as nanochat does"
     )
     residual_multiplier: Positive = option(
         1.0, "factor of what attention and MLP add to the residual stream, as in Granite"
@@ -149,6 +155,10 @@ class Architecture:
     )
     add_bias_linear: bool = option(False, "give every linear layer of a block a bias")
     add_qkv_bias: bool = option(False, "give the query, key and value projections a bias")
+    attention_out_bias: bool = option(False, "give the output projection of attention a bias")
+    mlp_bias: bool = option(False, "give the linear layers of MLPs a bias, as GPT-J does")
+    lm_head_bias: bool = option(False, "give the output layer a bias, as Phi-1 and 2 do")
+    clip_qkv: Positive | None = option(None, "bound of queries, keys and values, as in OLMo 1.7")
     qk_layernorm: bool = option(
         False,
         "normalise each query and key head, as Qwen3 does (MLA always normalises its latents)",
@@ -170,6 +180,7 @@ class Architecture:
     )
     untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
     hidden_dropout: Share = option(0.0, "dropout of embeddings and of both residual branches")
+    embedding_dropout: Share | None = option(None, "dropout of embeddings; none: hidden_dropout")
     attention_dropout: Share = option(0.0, "dropout of attention probabilities")
     softmax_type: Literal["vanilla", "learnable"] = option(
         "vanilla",

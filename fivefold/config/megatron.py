@@ -29,6 +29,12 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
     {
         "norm_placement": "before",
         "layernorm_bias": True,
+        "norm_elementwise_affine": True,
+        "embed_layernorm": False,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+        "lm_head_bias": False,
+        "clip_qkv": None,
         "qk_layernorm_type": "per_head",
         "latent_norm_epsilon": None,
         "moe_router_norm_epsilon": 1e-20,

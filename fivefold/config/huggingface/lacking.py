@@ -14,8 +14,6 @@ _INKLING = (
 )
 _CYCLES = "layers are run several times, one round after the other"
 _BESIDE = "attention and Mamba-2 read one hidden state side by side"
-_NO_WEIGHTS = "norms have no weights"
-_BIASED_HEAD = "the output layer has a bias"
 GEMMA4_SHARED = (
     "E2B and E4B take keys and values of earlier layers, which pipeline stages would have to send"
 )
@@ -32,8 +30,6 @@ LACKING: Mapping[str, str] = MappingProxyType(
             ("aya_vision", "cohere2_vision"),
             "transformers leaves logit_scale of its text model out, which then is another model",
         ),
-        **dict.fromkeys(("phi", "gptj", "codegen"), _BIASED_HEAD),
-        **dict.fromkeys(("olmo", "nanochat"), _NO_WEIGHTS),
         "lfm3": _HEAD_GATES,
         "laguna": f"{_HEAD_GATES}, a softplus, and layers may have other numbers of heads",
         "step3p7": f"{_HEAD_GATES}, and {_WINDOWED_HEADS}",

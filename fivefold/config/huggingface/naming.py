@@ -39,6 +39,7 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "init_method_std": ("initializer_range",),
         "embedding_init_method_std": ("embedding_initializer_range",),
         "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
+        "embedding_dropout": ("embd_pdrop", "embedding_dropout"),
         "attention_dropout": ("attention_dropout", "attn_pdrop"),
         "activation_func_clamp_value": ("swiglu_limit",),
         "no_rope_freq": ("no_rope_layers", "no_rope_layer_interval"),

@@ -42,6 +42,11 @@ OF_MODELS = (
     ),
     where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
     where(
+        "layernorm_bias apply_layernorm_1p",
+        "norm_elementwise_affine = true",
+        "is of norms with weights",
+    ),
+    where(
         " ".join(OF_CONVOLUTIONS),
         "experimental_attention_variant = gated_delta_net or "
         "experimental_attention_variant = kimi_delta_attention or "
