@@ -234,6 +234,14 @@ CHANGES: Mapping[str, Change] = {
     "position_embedding_type": Change(
         "learned_absolute", {"use_rope_scaling": False, "rotary_base": 10_000.0}
     ),
+    "position_embedding_offset": Change(
+        2,
+        {
+            "position_embedding_type": "learned_absolute",
+            "use_rope_scaling": False,
+            "rotary_base": 10_000.0,
+        },
+    ),
     "rotary_base": Change(20_000.0),
     "rotary_base_local": Change(20_000.0, {"window_size": 1024}),
     "num_query_groups_local": Change(4, _WINDOWS),

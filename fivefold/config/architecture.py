@@ -69,6 +69,7 @@ class Architecture:
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = option(
         "rope", "position encoding: rotary, a learned table, or none, as in Nemotron-H"
     )
+    position_embedding_offset: Whole = option(0, "rows before that of the first position: 2 in OPT")
     rotary_base: Positive = option(10000.0, "base (theta) of RoPE")
     rotary_base_local: Positive | None = option(
         None, "RoPE's base in layers with a window, unscaled there, as in Gemma 3; none: the same"
@@ -139,12 +140,12 @@ class Architecture:
         "LongRoPE scales rotary features by this; none: sqrt(1 + ln(max_position_embeddings / "
         "original) / ln(original)), if that is more than 1",
     )
-    activation_func: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu", "xielu"] = (
-        option(
-            "silu",
-            "activation of the MLP; quick_gelu is x sigmoid(1.702 x), squared_relu max(x, 0) "
-            "squared; xielu learns in each layer how it bends, as in Apertus",
-        )
+    activation_func: Literal[
+        "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "xielu"
+    ] = option(
+        "silu",
+        "activation of the MLP; quick_gelu is x sigmoid(1.702 x), squared_relu max(x, 0) squared; "
+        "xielu learns in each layer how it bends, as in Apertus",
     )
     gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
     glu_linear_offset: float = option(

@@ -35,6 +35,7 @@ _OURS: Mapping[str, float | str | None] = MappingProxyType(
         "mlp_bias": False,
         "lm_head_bias": False,
         "clip_qkv": None,
+        "position_embedding_offset": 0,
         "qk_layernorm_type": "per_head",
         "latent_norm_epsilon": None,
         "moe_router_norm_epsilon": 1e-20,
@@ -131,6 +132,8 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
     if model.window_size is not None:
         has = [model.window_of(layer) is not None for layer in range(model.num_layers)]
         lines += _unlike_pattern("window_attn_skip_freq", has, theirs)
+    if model.activation_func in ("relu", "xielu"):
+        lines.append(f"activation_func: {model.activation_func}, which no model there has")
     if model.rope_type == "proportional":
         lines.append("rope_type: proportional, there none that turns a part of whole heads")
     if model.no_rope_freq is not None:

@@ -222,6 +222,11 @@ class ModelConfig(AttentionSizes):
         return self.add_bias_linear or self.add_qkv_bias
 
     @property
+    def position_rows(self) -> int:
+        """Rows of the table of learned positions."""
+        return self.position_embedding_offset + self.max_position_embeddings
+
+    @property
     def output_bias(self) -> bool:
         """Whether the output projection of attention has a bias."""
         return self.add_bias_linear or self.attention_out_bias

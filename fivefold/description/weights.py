@@ -118,7 +118,7 @@ def frozen(weights: Sequence[Weight], model: ModelConfig) -> tuple[Weight, ...]:
 def embedding_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """The parameters of the input embedding."""
     tokens = Weight("embed_tokens.weight", (model.padded_vocab_size, model.hidden_size), split=0)
-    table = model.max_position_embeddings, model.hidden_size
+    table = model.position_rows, model.hidden_size
     learned = model.position_embedding_type == "learned_absolute"
     positions = (Weight("embed_positions.weight", table),) if learned else ()
     norm = norm_weights("embed_norm", model) if model.embed_layernorm else ()

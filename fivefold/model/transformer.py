@@ -97,7 +97,7 @@ class Stage(nn.Module):
         learned = parts.embedding and model.position_embedding_type == "learned_absolute"
         tokens = partial(Embedding, vocab, hidden, model.embedding_multiplier)
         self.embed_tokens = tokens() if parts.embedding else None
-        self.embed_positions = Embedding(model.max_position_embeddings, hidden) if learned else None
+        self.embed_positions = Embedding(model.position_rows, hidden) if learned else None
         self.embed_norm = _embedding_norm(model, parts)
         self.layers = nn.ModuleDict(
             {str(i): TransformerLayer(model, i, experts) for i in parts.layers}
@@ -248,7 +248,8 @@ class Stage(nn.Module):
         assert self.embed_tokens is not None
         x_TH: Tensor = self.embed_tokens(batch.tokens.flatten())
         if self.embed_positions is not None:
-            x_TH = x_TH + self.embed_positions(self.shard_tokens(batch.positions.flatten()))
+            rows_BS = batch.positions + self.model.position_embedding_offset
+            x_TH = x_TH + self.embed_positions(self.shard_tokens(rows_BS.flatten()))
         x_TH = _dropped_at("embedding", self.embed_norm(x_TH), dropout, self.model.embedded_dropout)
         return as_if_trained(x_TH)
 

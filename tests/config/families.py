@@ -159,6 +159,11 @@ TINY: Mapping[str, dict[str, Any]] = {
     | {"rotary_dim": 6},
     "codegen": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100}
     | {"rotary_dim": 4},
+    "opt": {n: v for n, v in _SIZES.items() if n != "intermediate_size"}
+    | {"ffn_dim": 48, "max_position_embeddings": 32, "pad_token_id": None},
+    "gpt_neo": {"hidden_size": 32, "num_heads": 4, "num_layers": 3, "vocab_size": 100}
+    | {"max_position_embeddings": 32, "window_size": 5}
+    | {"attention_types": [[["global", "local"], 1], [["local"], 1]]},
     "olmo2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmoe": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
     "flex_olmo": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
@@ -676,6 +681,15 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
         | {"activation_function": "gelu", "layer_norm_epsilon": 0.1, "resid_pdrop": 0.1},
     },
     "codegen": {"whole heads": {"rotary_dim": 8, "n_inner": 48, "embd_pdrop": 0.1}},
+    "opt": {
+        "no weights of norms": {"layer_norm_elementwise_affine": False, "dropout": 0.0}
+        | {"tie_word_embeddings": False, "activation_function": "gelu"},
+        "no biases": {"enable_bias": False, "word_embed_proj_dim": 32},
+    },
+    "gpt_neo": {
+        "no windows": {"attention_types": [[["global"], 3]], "tie_word_embeddings": False}
+        | {"intermediate_size": 40, "resid_dropout": 0.1, "attention_layers": ["global"] * 3},
+    },
     "seed_oss": {
         "biases of MLPs, dropout": {"mlp_bias": True, "residual_dropout": 0.1}
         | {"attention_bias": False},

@@ -123,6 +123,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "value_multiplier": (0.7,),
     "layer_scalar": (0.6,),
     "clip_qkv": (0.02,),
+    "position_embedding_offset": (2,),
     "softmax_scale": (0.3,),
     "latent_norm_epsilon": (0.1,),
     "moe_router_norm_epsilon": (0.1,),

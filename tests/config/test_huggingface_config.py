@@ -141,7 +141,7 @@ def test_an_absent_window_is_that_of_the_family() -> None:
         ({**GPT_OSS_20B, "swiglu_alpha": 1.0}, "swiglu_alpha = 1.0"),
         ({**PYTHIA_70M, "rotary_pct": 0.02}, "rotary_pct = 0.02"),
         ({**LLAMA31_8B, "rope_scaling": {"rope_type": "llama3"}}, "llama3 RoPE scaling needs"),
-        ({**LLAMA31_8B, "hidden_act": "relu"}, 'hidden_act = "relu"'),
+        ({**LLAMA31_8B, "hidden_act": "mish"}, 'hidden_act = "mish"'),
         ({**OLMO_7B, "clip_qkv": -8.0}, "clip_qkv = -8.0"),
         ({**OLMO_7B, "rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-06"),
         ({**PHI_2, "qk_layernorm": True}, "qk_layernorm = true"),

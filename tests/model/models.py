@@ -255,6 +255,14 @@ HYBRID = replace(
     mamba_num_groups=2,
     mamba_num_heads=6,
 )
+OPT = replace(
+    GPT,
+    activation_func="relu",
+    position_embedding_offset=2,
+    window_size=3,
+    window_attn_skip_freq="2",
+    softmax_scale=1.0,
+)
 FAMILIES = {
     "delta": DELTA,
     "kimi": KIMI,
@@ -272,6 +280,7 @@ FAMILIES = {
     "qwen": QWEN,
     "long": LONG,
     "gpt": GPT,
+    "opt": OPT,
     "latent": LATENT,
     "latent, plain queries": PLAIN_QUERIES,
     "sparse": SPARSE,

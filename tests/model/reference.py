@@ -15,7 +15,8 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
     """Logits [S, V] of one document."""
     x = weights["embed_tokens.weight"][tokens] * model.embedding_multiplier
     if model.position_embedding_type == "learned_absolute":
-        x = x + weights["embed_positions.weight"][: len(tokens)]
+        table = weights["embed_positions.weight"][model.position_embedding_offset :]
+        x = x + table[: len(tokens)]
     if model.embed_layernorm:
         x = _norm(model, weights, "embed_norm", x)
     for layer in range(model.num_layers):
@@ -108,6 +109,8 @@ def _mlp(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
         return _linear(own, "mlp.down_proj", curve * up)
     if squared:
         return _linear(own, "mlp.down_proj", up.clamp(min=0) ** 2)
+    if model.activation_func == "relu":
+        return _linear(own, "mlp.down_proj", up.clamp(min=0))
     if model.activation_func == "xielu":
         p, n = (own[f"mlp.act_fn.alpha_{sign}"].exp().log1p() for sign in "pn")
         curve = torch.where(up > 0, p * up**2, (n + 0.5) * (up.clamp(max=-1e-6).exp() - 1 - up))

@@ -92,6 +92,7 @@ SOME: dict[str, tuple[Any, ...]] = {
     "value_multiplier": (0.7,),
     "layer_scalar": (0.6,),
     "clip_qkv": (0.3,),
+    "position_embedding_offset": (2,),
     "embedding_multiplier": (3.0,),
     "residual_multiplier": (0.3,),
     "logits_scaling": (0.7,),

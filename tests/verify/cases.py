@@ -325,6 +325,9 @@ MODELS = {
     "llama": LLAMA,
     "llama tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
     "gpt": GPT,
+    "gpt, positions from the third row": replace(
+        GPT, activation_func="relu", position_embedding_offset=2, embedding_dropout=0.0
+    ),
     "gpt untied": replace(GPT, untie_embeddings_and_output_weights=True, **MULTIPLIERS),
 }
 

@@ -42,6 +42,12 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "side by side, tokens split": (4, "phi", flags(tp=2, dp=2, sequence=True)),
     "side by side, stages": (4, "phi", flags(tp=2, pp=2, stages="Et*3|ttL") | LINEAR),
     "side by side, ZeRO-2 of copies": (4, "phi", flags(dp=4, strategy="optim_grads")),
+    "positions from the third row": (
+        4,
+        "gpt, positions from the third row",
+        flags(tp=2, dp=2, sequence=True, strategy="optim_grads_params")
+        | {"bias_dropout_fusion": True},
+    ),
     "adapters": (2, "phi", flags(tp=2, sequence=True) | {"lora_rank": 2}),
     "adapters, without weights of norms": (
         4,

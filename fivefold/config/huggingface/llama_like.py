@@ -24,6 +24,7 @@ ACTIVATIONS: Mapping[str, Any] = MappingProxyType(
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu_fast": "gelu_tanh",
         "gelu_accurate": "gelu_tanh",
+        "relu": "relu",
         "relu2": "squared_relu",
     }
 )

@@ -20,6 +20,11 @@ OF_MODELS = (
         "position_embedding_type = rope",
         "is for rotary positions",
     ),
+    where(
+        "position_embedding_offset",
+        "position_embedding_type = learned_absolute",
+        "is of a table of positions",
+    ),
     where(" ".join(OF_ADAPTERS), "lora_rank != none", "is for adapters", "--lora-rank 16"),
     where(
         " ".join((*OF_LATENTS, "latent_norm_epsilon")),

@@ -249,6 +249,8 @@ def _lost_of_parts(said: Settings) -> Iterator[str]:
             yield f"it has no {name}: linear layers of a block all have a bias there, or none"
     if said["lm_head_bias"]:
         yield "it has no lm_head_bias: the output layer has no bias there"
+    if said["position_embedding_offset"]:
+        yield "it has no position_embedding_offset: the first position has the first row there"
     if said["clip_qkv"] is not None:
         yield f"it has no clip_qkv: {said['clip_qkv']:g} bounds no queries, keys and values there"
 

@@ -14,7 +14,7 @@ def _read(reader: Reader) -> ModelConfig:
     reader.fixed("rotary", True)  # of GPT-J's own file
     turned, most = reader.size("rotary_dim", default=64), max(model.head_dim, 1)
     if turned % 2 or turned > most:
-        why = f"pairs of features of a head, which has {most}"
+        why = f"it is of pairs of features, of which a head has n_embd / n_head = {most}"
         reader.unsupported("rotary_dim", turned, [most - most % 2], why)
         turned = most
     return replace(
