@@ -50,7 +50,7 @@ class FivefoldError(Exception):
         super().__init__("\n".join(map(str, self.mistakes)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """An error that other ranks are sent is not made again from its text."""
+        """Lets an error be sent to other ranks without being rebuilt from its text."""
         return Exception.__new__, (type(self), *self.args), vars(self)
 
 
@@ -72,7 +72,7 @@ class ConfigError(FivefoldError):
 
 
 class PlaceError(ConfigError):
-    """Mistakes in what this rank alone may have: its number, its address, the GPUs of its host."""
+    """Mistakes that only this rank may have: in its number, its address, the GPUs of its host."""
 
 
 class DataError(FivefoldError):
@@ -84,8 +84,8 @@ class CheckpointError(FivefoldError):
 
 
 class OtherSettings(CheckpointError):
-    """A checkpoint whose optimizer's state these settings cannot go on with; of what works,
-    `--finetune` takes the weights alone."""
+    """A checkpoint whose optimizer state does not fit these settings; `--finetune` takes only its
+    weights."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -101,7 +101,7 @@ class DamagedCheckpoint(CheckpointError):
 
     @property
     def passed_over(self) -> str:
-        """That a run goes on from the intact checkpoint instead, and why."""
+        """A message that the run resumes from the intact checkpoint instead, and why."""
         (damage,) = self.mistakes
         fault = f"{damage.what}: {damage.why[0]}"
         return f"{fault}; step {self.intact} is the latest that is intact"
@@ -114,8 +114,8 @@ class TrainingError(FivefoldError):
 
 
 class RanksFailed(FivefoldError):
-    """Ranks that a command started have failed, and have told why themselves; `status` is that
-    of `train`."""
+    """Ranks that a command started have failed and have printed why; `status` is that of
+    `train`."""
 
     def __init__(self, what: str, status: int) -> None:
         super().__init__(what)

@@ -1,4 +1,4 @@
-"""`fivefold translate`: a job of Megatron-LM or DeepSpeed as a recipe."""
+"""`fivefold translate`: turn a job of Megatron-LM or DeepSpeed into a recipe."""
 
 import os
 import shlex
@@ -32,11 +32,11 @@ from fivefold.units import several
 
 @dataclass(frozen=True)
 class Options:
-    """Write a recipe that is a job of Megatron-LM (same model, layout, batch, rates and data) or of
-    DeepSpeed (what its file of settings says).
+    """Translate a job of Megatron-LM, or the JSON settings of DeepSpeed, into a recipe.
 
-    Arguments that are not given have the trainer's defaults. What has no counterpart here is told,
-    and stands in the recipe as comments.
+    The recipe has the same model, layout, batch, learning rates and data. Missing arguments get
+    that trainer's defaults. Arguments without a counterpart are printed, and written into the
+    recipe as comments.
     """
 
     source: str = argument(
@@ -45,16 +45,16 @@ class Options:
     )
     target: str | None = argument("recipe to write (default: print it)", None)
     vocab_size: Count | None = option(
-        None, "tokens of the tokenizer, if the job does not say (default: what it says)"
+        None, "tokens of the tokenizer, if the job does not give them"
     )
     script_arguments: str | None = option(
-        None, "Megatron-LM: what its script is called with, as one text (default: nothing)"
+        None, "Megatron-LM: arguments of the job's script, as one text (default: none)"
     )
     model: str | None = option(
-        None, "DeepSpeed: preset, hub name, or path of a config.json (its files say no model)"
+        None, "DeepSpeed: preset, hub name, or path of a config.json (its files name no model)"
     )
     nproc: Count | None = option(
-        None, "DeepSpeed: number of ranks (default: what its batch sizes say)"
+        None, "DeepSpeed: number of ranks (default: derived from its batch sizes)"
     )
 
 
@@ -86,12 +86,12 @@ _TITLE = "# A job of {}, translated by `fivefold translate`."
 
 
 def _check_unwritten(target: Path) -> None:
-    """Only an earlier translation may be written over."""
+    """Check that only an earlier translation would be overwritten."""
     before, after = _TITLE.split("{}")
     first = read_text(target, ConfigError).partition("\n")[0] if target.is_file() else None
     if first is not None and not (first.startswith(before) and first.endswith(after)):
         raise ConfigError(
-            Mistake(f"{target} is there, and no translation", works=("another name",))
+            Mistake(f"{target} exists, and is no translation", works=("another name",))
         )
 
 
@@ -118,14 +118,14 @@ def _translated(options: Options) -> Translation:
 
 
 def _around(options: Options, path: Path) -> Around:
-    """What a script finds here: variables are read as bash would, if it ran here."""
+    """The environment of a script: variables are read as bash would read them if it ran here."""
     arguments = shlex.split(options.script_arguments or "")
     folder = None if options.source == "-" else path.parent
     return Around(os.environ, arguments, folder)
 
 
 def _check_unasked(options: Options, *names: str) -> None:
-    """Flags that say what another kind of job does not say by itself."""
+    """Refuse flags for what this kind of job says by itself."""
     mistakes = Mistakes()
     for setting in changed(options, names):
         mistakes.add(f"{setting.flag} is for jobs that do not say it by themselves: leave it out")
@@ -142,7 +142,7 @@ def _of_checkpoint(folder: Path) -> MegatronJob:
 
 
 def _refused(config: Config, ranks: int) -> list[str]:
-    """Lines on why a recipe cannot run here on so many ranks; none if it can."""
+    """Lines on why a recipe cannot run here on this many ranks; none if it can."""
     try:
         check(config, ranks)
     except ConfigError as error:
@@ -162,8 +162,8 @@ def _header(found: Translation, refused: Sequence[str]) -> Iterator[str]:
 
 
 def _ranks_of(found: Translation, config: Config) -> int:
-    """The ranks of a job, or the fewest that its degrees need: a template leaves them to who fills
-    it in, and then says 1, or as many as one of its nodes has."""
+    """The ranks of a job, or the fewest that its degrees need: templates leave the number to the
+    user, and then say 1, or as many as one of its nodes has."""
     parallel = config.parallel
     fixed = [size for name in DEGREES.values() if (size := getattr(parallel, name)) != -1]
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size

@@ -1,4 +1,4 @@
-"""What a script would run, without running any of it."""
+"""Finds what a script would run, without running any of it."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ _DECIDES = (*_DECLARING, "set", "eval", "source", ".", "shift", "unset")
 
 
 class ShellScript:
-    """A script that is read as bash would run it in an environment.
+    """A script, read as bash would run it in an environment.
 
     What is not set, and what other programs would tell, is not known (`unknown`). Conditions read
     it as not set, files as not there, and other programs as having failed, which elsewhere succeed;
@@ -79,7 +79,7 @@ class ShellScript:
         self.notes: dict[str, None] = {}
 
     def run(self, text: str) -> bool:
-        """Read the statements of a text; whether the last one succeeds.
+        """Read the statements of a text; returns whether the last one succeeds.
 
         Raises:
             ConfigError: bash would not read it, or it is longer than anybody writes.
@@ -250,7 +250,7 @@ def _assign(
 
 
 def _source(script: ShellScript, words: Sequence[str]) -> bool:
-    """Another script, if it is there; else its variables are not known."""
+    """Another script, if it exists; otherwise its variables are not known."""
     there = [folder / known_part(word) for word in words[:1] for folder in script.folders]
     known = not any(list(unknown_names(word)) for word in words)
     for path in there:

@@ -110,7 +110,7 @@ def train(
 def _train_here(
     job: Job, nproc: int, max_restarts: int, find_origin: Callable[[], Origin | None]
 ) -> End:
-    """Train on ranks that this process starts, also after failures."""
+    """Train on ranks that this process starts, and starts again after failures."""
     folder, layout = RunFolder(job.path), job.layout
 
     def kept() -> int | None:
@@ -141,7 +141,7 @@ def _train_here(
 
 
 def _run_ordered(job: Job, env: RankEnv, orders: Orders | None) -> int:
-    """Train on this rank from where `orders` says, else from where the job does."""
+    """Train on this rank from the state that `orders` names, else from the job's."""
     if orders is not None:
         job = replace(job, **Again.of(orders)._asdict())
     return _join_and_run(job, env)
@@ -152,7 +152,7 @@ def _join_and_run(job: Job, env: RankEnv) -> int:
 
 
 def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) -> int:
-    """Train on a rank that torchrun or srun has started; the first rank locks the run folder."""
+    """Train on a rank that torchrun or srun started; the first rank locks the run folder."""
     config, lock = layout.config, None
     outcome: tuple[Path, Origin | None] | FivefoldError | None = None
     chosen, threads, bindings = choose_places(layout, env, None, asked)

@@ -120,7 +120,7 @@ def test_only_a_translation_is_written_over(
         assert main(["translate", str(job), str(recipe)]) == 0
     recipe.write_text("[model]\n")
     assert main(["translate", str(job), str(recipe)]) == 2
-    assert "is there, and no translation" in capsys.readouterr().err
+    assert "exists, and is no translation" in capsys.readouterr().err
     assert main(["translate", str(job), str(tmp_path)]) == 2
     assert f"cannot use {tmp_path}: Is a directory" in capsys.readouterr().err
     os.mkfifo(pipe := tmp_path / "pipe")

@@ -1,4 +1,4 @@
-"""Settings of DeepSpeed that change neither what is computed nor what is sent here."""
+"""Settings of DeepSpeed that change neither results nor communication here."""
 
 # What is logged, and where.
 _TOLD = """
@@ -43,5 +43,5 @@ _PATHS = (
 
 
 def is_harmless(path: str) -> bool:
-    """Whether a setting, of any value, changes nothing here."""
+    """Whether a setting changes nothing here, whatever its value."""
     return path.startswith(_PATHS)

@@ -28,7 +28,7 @@ from fivefold.model.linear_attention.recurrence import StateGroup, StateRule, by
 
 
 class KimiChunks(NamedTuple):
-    """What the rule needs to know of chunks: as `DeltaChunks`, but for the decays.
+    """The chunks in the form in which the rule reads them: as `DeltaChunks`, except for the decays.
 
     Attributes:
         q, k, v, rate: see there.

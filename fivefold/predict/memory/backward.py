@@ -34,7 +34,7 @@ def backward_points(
 
 @dataclass(frozen=True)
 class _Walk:
-    """The points on a backward's way at which memory may peak.
+    """The points of a backward at which memory may peak, in order.
 
     Attributes:
         route: what it meets.
@@ -60,8 +60,8 @@ class _Walk:
 
     @property
     def _waiting(self) -> float:
-        """Bytes of it that wait, whole, until the ends of the stage are reduced; those of a table
-        that is also the embedding's until its other gradient is there."""
+        """Bytes of this gradient that are kept whole until the ends of the stage are reduced; that
+        of a tied embedding until its other gradient exists."""
         if self.passage.deferred:
             return 0.0
         if self.route.policy.reduces:
@@ -125,7 +125,9 @@ class _Walk:
             again = again._replace(remade=remade, communication=route.messages[3])
             yield again._replace(gradients=self._waiting, resharded=point.resharded)
         for place, inside in route.states:
-            change = _behind(route, passage, place, inside, route.own_until_states(place))
+            own, experts = route.own_until_states(place), route.parts[place][0]
+            apart = (experts,) if experts.size else ()
+            change = _behind(route, passage, place, inside, own, *apart)
             yield self._ended(inside, change, route.copies.but("ends", "rest", "beside"))
         for place, inside in route.other_mixers:
             change = _behind(route, passage, place, inside, sum(p.size for p in route.parts[place]))
@@ -197,7 +199,8 @@ class _Walk:
         yield self._ended(end, passage.end_of(rest, *done), route.copies.but("ends", *before))
 
     def _ends(self) -> Iterator[ActPoint]:
-        """The embedding, beside the last message of the layers, and the ends of the stage."""
+        """The points at the embedding, beside the last message of the layers, and at the ends of
+        the stage."""
         route = self.route
         ends, *blocks = route.blocks
         over = ActPoint("the embedding", -sum(route.kept), route.gone, done=True)
@@ -219,7 +222,7 @@ class _Walk:
             yield own._replace(resharded=end.resharded + route.copies.but())
 
     def _ended(self, point: ActPoint, change: Change, gathered: float) -> ActPoint:
-        """A point with what has changed, and so much less gathered."""
+        """The point after a change, with this many gathered bytes fewer."""
         gradients, made, resharded = change
         gradients, resharded = gradients + self._waiting, resharded + gathered
         return point._replace(gradients=gradients, made=made, resharded=resharded)
@@ -252,15 +255,19 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
         yield head._replace(working=dx)
 
 
-def _behind(route: Route, passage: Passage, place: int, point: ActPoint, own: float) -> Change:
-    """What has changed when all layers behind this one are done, and `own` elements of its own.
+def _behind(
+    route: Route, passage: Passage, place: int, point: ActPoint, own: float, *done: GatheredBlock
+) -> Change:
+    """The change when all layers behind this one are done, and of this one the blocks `done` and
+    `own` further elements.
 
-    FSDP2 keeps new gradients until it has all of a layer's; others are added up one by one.
+    FSDP2 keeps new gradients until it has all of a block's; others are added up one by one.
     """
     behind = [layer_block(route.layout, n, trained=True) for n in route.numbers[place + 1 :]]
     change = Change(0.0, 0.0, 0.0)
-    if behind:
-        change = passage.after(route.parts[place + 1][1], *behind)
+    if behind or done:
+        sent = done[-1] if done else route.parts[place + 1][1]
+        change = passage.after(sent, *behind, *done)
     policy, fresh, made = route.policy, 0.0, change.made
     if not policy.splits_optimizer:
         made += own * policy.gradient * (policy.remade and passage.first)

@@ -1,4 +1,4 @@
-"""What a stage of the pipeline keeps, gathers and sends; sizes are bytes on one device."""
+"""Sizes of a pipeline stage: what it keeps, gathers and sends, in bytes on one device."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +20,7 @@ from fivefold.predict.memory.sizes import (
 
 @dataclass(frozen=True)
 class StageSizes:
-    """What a backward meets in a stage, wherever it is.
+    """Sizes that every point of a stage's backward needs.
 
     Attributes:
         layout: layout of the stage.
@@ -38,12 +38,12 @@ class StageSizes:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The layers of the stage."""
+        """Indices of the stage's layers."""
         return all_layers(self.layout.config.model, self.stage)
 
     @cached_property
     def _placed(self) -> list[tuple[int, int]]:
-        """The layers with their places."""
+        """The stage's layers with their places."""
         return placed_layers(self.layout.config.model, self.stage)
 
     @cached_property
@@ -66,7 +66,7 @@ class StageSizes:
 
     @cached_property
     def gone(self) -> float:
-        """Bytes of the loss, negative."""
+        """Bytes (negative) of the loss, which is freed."""
         loss = loss_bytes(self.layout.config.model, self.running) if self.stage.head else {}
         return -self.tokens * total(loss).kept
 
@@ -84,18 +84,18 @@ class StageSizes:
 
     @cached_property
     def blocks(self) -> tuple[GatheredBlock, ...]:
-        """What is trained: the ends of the stage, then its layers, each kind with their number."""
+        """Trained parameters: the ends of the stage, then each kind of layer with its count."""
         whole = self.policy.whole_embedding
         return stage_blocks(self.layout, self.stage, trained=True, whole_embedding=whole)
 
     @cached_property
     def copies(self) -> Copies:
-        """What is gathered to compute with."""
+        """Gathered weights."""
         return Copies.of(self.layout, self.stage, self.policy)
 
     @cached_property
     def parts(self) -> tuple[tuple[GatheredBlock, GatheredBlock], ...]:
-        """The experts of each layer of the stage, and the rest of it, as far as it is trained."""
+        """Trained parameters of each layer's experts, and of the rest of the layer."""
         model = self.layout.config.model
         known: dict[tuple[LayerKind, bool], tuple[GatheredBlock, GatheredBlock]] = {}
         kinds = [(layer_kind(model, n), n < model.num_layers) for n in self.numbers]
@@ -106,12 +106,12 @@ class StageSizes:
 
     @cached_property
     def largest(self) -> int:
-        """Place of the layer, the first of those, of which most is trained together."""
+        """Place of the (first) layer with the most trained parameters."""
         sizes = [max(part.size for part in parts) for parts in self.parts]
         return sizes.index(max(sizes))
 
     def other_than(self, place: int) -> tuple[GatheredBlock, ...]:
-        """What is trained of all layers but one."""
+        """Trained parameters of all layers but one."""
         own = layer_block(self.layout, self.numbers[place], trained=True)
         return *self.blocks[1:], replace(own, count=-1)
 

@@ -1,6 +1,8 @@
 """Finds and checks the checkpoint that a run starts from."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -9,6 +11,7 @@ from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config, refuse_adapter
 from fivefold.config.huggingface.comparing import differences
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
+from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
 from fivefold.convert.hub import HubFolder, is_hub_folder
 from fivefold.convert.load import checked_sources, model_in
@@ -20,12 +23,20 @@ from fivefold.errors import (
     Mistake,
     OtherSettings,
 )
+from fivefold.mesh.slices import Piece
 from fivefold.train.corpora import trains_tokenizer
 from fivefold.train.folder.megatron_state import check_goes_on, check_place, megatron_state
 from fivefold.train.folder.run_folder import CHECKPOINTS, TOKENIZER
 from fivefold.train.folder.run_tokenizer import known_tokenizer
 from fivefold.train.folder.saved_state import read_state, same_model, without_adapters
 from fivefold.train.folder.side_files import SIDE
+from fivefold.train.folder.upcycled import (
+    another_size_told,
+    of_dense,
+    start_from_dense,
+    told_of_experts,
+)
+from fivefold.train.health.not_finite import fill_finite
 from fivefold.train.loop import Trainer
 from fivefold.units import several
 
@@ -44,6 +55,7 @@ class Origin:
         left_out: parts of a multimodal model there that are not read; empty if all is.
         told: what the user is to know of how the run goes on from there; empty if nothing.
         tokenizer: file of the tokenizer whose tokens its weights know; None: none is known.
+        dense: whether it is of a dense model, of whose MLPs experts are made.
     """
 
     checkpoints: Path
@@ -55,6 +67,7 @@ class Origin:
     left_out: str = ""
     told: str = ""
     tokenizer: Path | None = None
+    dense: bool = False
 
     @property
     def beside(self) -> Path | None:
@@ -81,6 +94,16 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
         return _from_run(own, folder, config, continues=True)
     if load is None:
         return None
+    if not config.checkpoint.moe_use_upcycling:
+        return _loaded(load, folder, config)
+    with another_size_told(config):
+        found = _loaded(load, folder, of_dense(config))
+    told = "\n".join(filter(None, (found.told, told_of_experts(config, Path(load)))))
+    return replace(found, dense=True, told=told)
+
+
+def _loaded(load: str, folder: Path, config: Config) -> Origin:
+    """The checkpoint that --load names, which is not the run's own."""
     if (foreign := _foreign(load, config)) is not None:
         return foreign
     source = Checkpointer(checkpoints_of(Path(load)))
@@ -88,7 +111,7 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
 
 
 def _foreign(load: str, config: Config) -> Origin | None:
-    """What Hugging Face or Megatron-core keeps in a folder; None: it is none of theirs."""
+    """The Hugging Face or Megatron-core checkpoint in a folder; None if it is neither."""
     folder, adapter = Path(load), config.checkpoint.load_adapter
     if adapter != load:
         refuse_adapter(folder)
@@ -108,7 +131,7 @@ def _foreign(load: str, config: Config) -> Origin | None:
 
 
 def _from_run(source: Checkpointer, folder: Path, config: Config, *, continues: bool) -> Origin:
-    """A checkpoint of a run: of the one in this folder if it `continues`, else of another."""
+    """A checkpoint of a run: of the run in this folder if it `continues`, else of another one."""
     damage = ""
     try:
         state = read_state(source, None if continues else config.checkpoint.ckpt_step)
@@ -140,7 +163,7 @@ def _from_run(source: Checkpointer, folder: Path, config: Config, *, continues: 
 
 
 def _from_megatron(folder: Path, config: Config) -> Origin:
-    """A checkpoint of Megatron-LM: the run goes on with its moments, or takes the weights alone.
+    """A checkpoint of Megatron-LM: the run resumes with its moments, or takes only the weights.
 
     Raises:
         CheckpointError: it is of another model, lacks tensors, or cannot be gone on from.
@@ -159,7 +182,7 @@ def _from_megatron(folder: Path, config: Config) -> Origin:
 
 
 def _from_hub(folder: Path, config: Config) -> Origin:
-    """The weights in a Hugging Face folder, which has neither steps nor an optimizer's state.
+    """The weights in a Hugging Face folder, which has no steps and no optimizer state.
 
     Raises:
         CheckpointError: they are of another model, or their files lack tensors.
@@ -190,14 +213,15 @@ def _from_hub(folder: Path, config: Config) -> Origin:
 
 
 def _told_tokens(tokenizer: Path | None, config: Config) -> str:
-    """That text becomes the tokens which the weights know, where nothing else is said."""
+    """The note that text is tokenised with the tokenizer of the weights, where no setting names
+    another."""
     used = tokenizer is not None and trains_tokenizer(config.data)
-    return f"text becomes tokens by {tokenizer}, which the weights know" if used else ""
+    return f"text is tokenised by {tokenizer}, which came with the weights" if used else ""
 
 
 def restore(trainer: Trainer, origin: Origin | None) -> str:
-    """Load the latest state of this run in memory, if it is later than its checkpoint, or it has
-    none; else the checkpoint; if that is one of this run and damaged, the latest that is intact.
+    """Load the run's latest state in memory if it is later than the checkpoint or there is none;
+    else load the checkpoint, or, if that is damaged and the run's own, its latest intact one.
 
     Returns:
         Why a later checkpoint of the run was passed over; empty if none was.
@@ -216,6 +240,10 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
         _check_steps(there, training, [], continues=True)
         return ""
     if origin is None:
+        return ""
+    if origin.dense:
+        fill = _filling(origin, of_dense(trainer.engine.layout.config).model)
+        start_from_dense(trainer.engine, own, f"loading {origin.checkpoints}", fill)
         return ""
     if origin.foreign:
         state = None
@@ -244,8 +272,16 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
     return origin.damage
 
 
+def _filling(origin: Origin, model: ModelConfig) -> Callable[[Mapping[str, Piece]], None]:
+    """What fills pieces of a model's weights from the checkpoint that a run starts from."""
+    if origin.foreign:
+        return partial(fill_finite, origin.checkpoints, model)
+    return Checkpointer(origin.checkpoints).filling(origin.step)
+
+
 def samples_counted(trainer: Trainer) -> str:
-    """What to say where rates that count samples count others than were taken; or nothing."""
+    """A note, where schedules in samples assume another number of samples than were consumed; else
+    nothing."""
     training, taken = trainer.engine.layout.config.training, trainer.loader.consumed_samples
     counted = training.batch_sizes.samples(trainer.engine.steps)
     if training.train_samples is None or taken == counted:
@@ -255,7 +291,7 @@ def samples_counted(trainer: Trainer) -> str:
 
 
 def is_finished(origin: Origin | None, config: Config) -> bool:
-    """Whether a run from this checkpoint has no step left to do."""
+    """Whether a run from this checkpoint has no steps left."""
     if origin is None or origin.weights_only:
         return False
     return origin.step == config.training.num_steps

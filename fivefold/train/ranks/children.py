@@ -50,7 +50,7 @@ class Child:
     running: bool = True
 
     def poll(self, stopping: bool) -> None:
-        """Check whether the process has ended; `stopping` says whether it was told to."""
+        """Check whether the process has ended; `stopping` says whether it was told to end."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid == 0:
             return
@@ -69,8 +69,8 @@ class Child:
 
 
 def leave_signals_to_parent(parent: int) -> None:
-    """End with process `parent`, which forked this one, and by its signals only: a terminal sends
-    Ctrl-C to the whole process group, and the parent answers."""
+    """Follow process `parent`, which forked this one: end when it ends, and heed only its signals,
+    since a terminal sends Ctrl-C to the whole process group."""
     die_with_parent(parent)
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
@@ -78,7 +78,7 @@ def leave_signals_to_parent(parent: int) -> None:
 
 
 def import_what_ranks_import() -> None:
-    """Import once what every rank would import when it has been forked.
+    """Import, before forking, what every rank would import afterwards.
 
     The first DTensor or optimizer of a process has PyTorch import its compiler, used or not: a
     second of CPU time for each rank.

@@ -15,7 +15,7 @@ SAME_PRESS_SECONDS = 0.5  # terminals and wrappers often deliver one Ctrl-C twic
 
 
 def passed_on(signum: int) -> int:
-    """The signal by which a launcher passes on a signal to its ranks."""
+    """The signal that a launcher sends to its ranks for a signal it gets."""
     return INTERRUPT if signum == signal.SIGINT else signum
 
 
@@ -36,7 +36,7 @@ def leaving_in_order() -> Iterator[None]:
 
 
 def leave_at_once() -> None:
-    """Have SIGTERM and SIGUSR1 end this process also where no handler would run: a rank that a
+    """Have SIGTERM and SIGUSR1 end this process even where no handler would run: a rank that a
     launcher ends may be waiting for another one."""
     for signum in LEAVE_SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:
@@ -71,7 +71,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """What has asked: a signal, the interval, the duration, or else another rank."""
+        """What asked to stop: a signal, the interval, the duration, or else another rank."""
         if self.signum in (signal.SIGINT, INTERRUPT):
             return "interrupt"
         if self.signum is not None:
