@@ -94,10 +94,9 @@ class Stage(nn.Module):
         parts = parts or whole_model(model)
         self.settings, experts = training or TrainingConfig(), experts or ExpertsConfig()
         vocab, hidden = model.padded_vocab_size, model.hidden_size
-        learned = parts.embedding and model.position_embedding_type == "learned_absolute"
         tokens = partial(Embedding, vocab, hidden, model.embedding_multiplier)
         self.embed_tokens = tokens() if parts.embedding else None
-        self.embed_positions = Embedding(model.position_rows, hidden) if learned else None
+        self.embed_positions = _position_table(model, parts)
         self.embed_norm = _embedding_norm(model, parts)
         self.layers = nn.ModuleDict(
             {str(i): TransformerLayer(model, i, experts) for i in parts.layers}
@@ -259,6 +258,11 @@ class Stage(nn.Module):
         ids_T = batch.own_token_ids.flatten()
         rows = self.shard_tokens(ids_T), ids_T
         return Dropout(self.settings.seed, batch.step, *rows, batch.token_ids, self.fuses_dropout)
+
+
+def _position_table(model: ModelConfig, parts: StageParts) -> Embedding | None:
+    learned = parts.embedding and model.position_embedding_type == "learned_absolute"
+    return Embedding(model.position_rows, model.hidden_size) if learned else None
 
 
 def _embedding_norm(model: ModelConfig, parts: StageParts) -> nn.Module:
