@@ -195,7 +195,7 @@ def test_what_is_not_supported_is_named(fields: dict, part: str) -> None:
 
 def test_several_unsupported_features_are_told_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        from_hf_config({**LLAMA31_8B, "hidden_act": "relu", "partial_rotary_factor": 0.5})
+        from_hf_config({**LLAMA31_8B, "hidden_act": "mish", "partial_rotary_factor": 0.5})
     assert len(caught.value.mistakes) == 2
 
 
