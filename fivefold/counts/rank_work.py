@@ -85,7 +85,7 @@ def kept_activations(
         if not (remade.whole or {"core_attn", "a2a_overlap_attn"} & {*remade.modules})
     )
     kept = total(saved).kept + small + running.element_bytes * copies
-    places = looks_up * (model.hidden_dropout > 0) + _dropout_places(layout, layers)
+    places = looks_up * (model.embedded_dropout > 0) + _dropout_places(layout, layers)
     if layout.grid.cp > 1:  # indices of this rank's tokens, of which masks are made again
         repeats = any(_asks_for_indices(model, *each) for each in layers.items())
         kept += 8.0 * (places > 0 or (repeats and model.drops))

@@ -17,7 +17,8 @@ from fivefold.config.config import SETTINGS
 from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.config.stretched_rope import longrope_scale
 
-_TRAINING = ("hidden_dropout", "attention_dropout", *INITIAL, *IN_BF16, *OF_ITS_LOSS)
+_DROPOUT = "hidden_dropout", "embedding_dropout", "attention_dropout"
+_TRAINING = (*_DROPOUT, *INITIAL, *IN_BF16, *OF_ITS_LOSS)
 _OURS = (*_TRAINING, "make_vocab_size_divisible_by", "rotary_interleaved", "unmodelled")
 """Fields of a ModelConfig that weights do not depend on, but for the order of rotary features, in
 which they are read and written."""

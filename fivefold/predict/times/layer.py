@@ -186,6 +186,9 @@ class LayerTimes(OperationTimes):
         if not self.model.trains_all:
             looked_up = self._elementwise(2 * size, 0.0)
         looked_up += self._scaled(self.model.embedding_multiplier != 1.0)
+        if self.model.embed_layernorm:
+            norm = self._norm()
+            looked_up += norm if self.model.trains_all else Times(Phases(norm.compute.forward))
         return looked_up + Times(tp=Phases(moved, arrived))
 
     @property

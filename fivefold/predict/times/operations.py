@@ -21,6 +21,7 @@ from fivefold.description.operations import (
     RowLinear,
 )
 from fivefold.description.prediction import PredictionInput
+from fivefold.description.softmax_attention import Clamp
 from fivefold.description.sparse import Indexing, SparseAttention
 from fivefold.layout import Layout
 from fivefold.model.fusion_rules import joins_norm
@@ -111,6 +112,9 @@ class OperationTimes(LinearTimes):
                 return sum((self._alone(weight) for weight in op.multiplied), Times())
             case Rescaled():
                 return self._rescaled(op)
+            case Clamp():
+                size = self.tokens * ELEMENT * (op.queries + op.keys) / self.grid.tp
+                return self._elementwise(2.5 * size, 2.5 * size, 2.5)
             case Activation():
                 if not op.copies:
                     return self._activation(self.tokens * (op.features // self.grid.tp))

@@ -230,10 +230,30 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "nor parallel_residual_one_norm: attention and MLP have norms of their own there"
     if not said["layernorm_bias"]:
         yield "it has no layernorm_bias: every LayerNorm has a bias there"
+    yield from _lost_of_parts(said)
     yield from _lost_of_stretched(said)
     if said["unmodelled"]:
         left_out = ", ".join(model.unmodelled)
         yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"
+
+
+def _lost_of_parts(said: Settings) -> Iterator[str]:
+    """Sentences about norms, biases and bounds that models there do not have."""
+    if not said["norm_elementwise_affine"]:
+        yield "every norm has weights there: norm_elementwise_affine = false was left out"
+    if said["embed_layernorm"]:
+        yield "it has no embed_layernorm: embeddings go into the first layer as they are"
+    if said["embedding_dropout"] not in (None, said["hidden_dropout"]):
+        yield "its embeddings have hidden_dropout, too: embedding_dropout was left out"
+    for name in ("attention_out_bias", "mlp_bias"):
+        if said[name] and not said["add_bias_linear"]:
+            yield f"it has no {name}: linear layers of a block all have a bias there, or none"
+    if said["lm_head_bias"]:
+        yield "it has no lm_head_bias: the output layer has no bias there"
+    if said["position_embedding_offset"]:
+        yield "it has no position_embedding_offset: the first position has the first row there"
+    if said["clip_qkv"] is not None:
+        yield f"it has no clip_qkv: {said['clip_qkv']:g} bounds no queries, keys and values there"
 
 
 def _lost_of_stretched(said: Settings) -> Iterator[str]:

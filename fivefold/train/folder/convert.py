@@ -39,6 +39,7 @@ from fivefold.data.template import FILES as TEMPLATE_FILES
 from fivefold.data.template import TOKENIZER_CONFIG, folder_of
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data_parallel.policy import DTYPES
+from fivefold.description.shape import EMBEDDING
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import (
     as_kind,
@@ -190,7 +191,7 @@ def _one_to_hub(
         )
         for file in side_files(source):
             shutil.copyfile(file, folder / file.name)
-        _describe(source, tokenizer, folder, fields, types["norm.weight"])
+        _describe(source, tokenizer, folder, fields, types[EMBEDDING])
     return written
 
 

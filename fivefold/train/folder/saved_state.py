@@ -18,7 +18,7 @@ from fivefold.optim.loss_scale import ScaleState
 
 # What may differ between a checkpoint's model and ours without making it another model.
 _FREE_MODEL_FIELDS = (
-    *("hidden_dropout", "attention_dropout", "lora_dropout"),
+    *("hidden_dropout", "embedding_dropout", "attention_dropout", "lora_dropout"),
     *(*INITIAL, *IN_BF16, *OF_ITS_LOSS),
 )
 
