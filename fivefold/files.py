@@ -26,7 +26,7 @@ except ImportError:
 
 T = TypeVar("T")
 
-_REFUSED = (  # by the system, whatever the program does
+_REFUSED = (  # errors by which the system refuses, whatever the program does
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE),
     *(errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
 )
@@ -161,7 +161,7 @@ def telling_system_errors(
         cause = full or problem
         if not isinstance(cause, OSError):
             raise
-        names = (cause.filename2, cause.filename)  # of a renaming, what it was to become
+        names = (cause.filename2, cause.filename)  # of a rename, the new name first
         named = next((name for name in names if isinstance(name, str | os.PathLike)), None)
         if full is None:
             nowhere = cause.errno == errno.ENOENT and named is not None and os.path.islink(named)

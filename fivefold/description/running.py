@@ -84,7 +84,7 @@ class Running:
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
         tokens = config.rank_tokens / parallel.num_sequence_slices
-        # Of layers with a softmax; others do not ask.
+        # Only layers with a softmax ask for it.
         kept = tuple(map(config.keeps_latents_by, parallel.cp_comm_type))
         return cls(
             seq_length=training.seq_length,

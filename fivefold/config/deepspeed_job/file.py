@@ -9,7 +9,7 @@ from fivefold.config.translation import Named
 from fivefold.errors import ConfigError, Mistake, Mistakes, shown
 
 N = TypeVar("N", int, float)
-_MOST = 1e19  # sys.maxsize, which some files have, and less than what no float can hold
+_MOST = 1e19  # more than sys.maxsize, which some files contain, and still a float
 AUTO = "auto"
 """The value for settings that Hugging Face's Trainer fills in."""
 

@@ -236,7 +236,7 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
     loss = loss_bytes(model, running)
     fused = running.memory.makes_logits_again
     dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
-    if fused:  # its sum over slices of the vocabulary
+    if fused:  # the gradient summed over slices of the vocabulary
         dx += max(running.element_bytes, 4) * model.hidden_size
     busy, dx = tokens * total(loss).remade, tokens * dx
     gathered, messages = route.copies.but("ends", "rest"), route.messages[0]

@@ -30,7 +30,7 @@ Worker = Callable[[RankEnv], int | None]
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
-DONE = b"done"  # the report of a rank whose work is done
+DONE = b"done"  # reports that a rank's work is done
 
 
 @dataclass
@@ -94,8 +94,8 @@ def fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int 
     parent = os.getpid()
     # Signals wait until the child has its own handlers: the inherited ones would swallow them.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    # The parent's garbage is not to be collected in the child, where it may wait for threads that
-    # are not there. Python's own hooks of a fork could begin to, before the child freezes it.
+    # Do not collect the parent's garbage in the child, where it may wait for threads that are gone;
+    # Python's own fork hooks could do so before the child freezes it.
     collects = gc.isenabled()
     gc.disable()
     pid = os.fork()
@@ -124,7 +124,7 @@ def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
     os.environ.update(env.variables)
     # Gloo would look the host's name up, which fails on many laptops.
     os.environ.setdefault(INTERFACES, "lo" if sys.platform == "linux" else "lo0")
-    if said_in(os.environ):  # as with torchrun, what the user set is per rank
+    if said_in(os.environ):  # as under torchrun, a user's value is per rank
         threads = torch.get_num_threads()
     threads = threads or max(1, torch.get_num_threads() // env.world_size)
     if said_in(os.environ) != "OMP_NUM_THREADS":
