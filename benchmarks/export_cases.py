@@ -577,6 +577,8 @@ CHANGES: Mapping[str, Change] = {
     "load_adapter": Change("adapter", _LOAD),
     "ckpt_step": Change(10, _LOAD),
     "finetune": Change(True, _LOAD),
+    "moe_use_upcycling": Change(True, {**_LOAD, "num_experts": 8}),
+    "moe_upcycling_granularity": Change(2, {**_LOAD, "num_experts": 8, "moe_use_upcycling": True}),
     "save_interval": Change(10),
     "keep_latest_k": Change(7),
     "save_retain_interval": Change(60, {"save_interval": 20}),

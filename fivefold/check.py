@@ -26,6 +26,7 @@ from fivefold.config.rules.lora import check_adapted_run
 from fivefold.config.rules.memory import check_memory
 from fivefold.config.rules.model import check_model
 from fivefold.config.rules.optimizer import check_optimizer
+from fivefold.config.rules.upcycling import check_upcycling
 from fivefold.config.rules.values import check_values
 from fivefold.data_parallel.rules import (
     check_blocks,
@@ -129,6 +130,7 @@ def _check(
     check_gathered(config, mistakes)
     if config.model.num_experts is not None:
         check_routing(config.experts, config.model, mistakes)
+        check_upcycling(config, mistakes)
     _check_sequence(config, mistakes)
     check_schedule(config, parallel, mistakes)
     _check_profile(config, world_size, mistakes)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.data import MOCK
-from fivefold.config.foreign import FOREIGN, Foreign, name_of, without_section
+from fivefold.config.foreign import Foreign, foreign, foreign_settings, name_of, without_section
 from fivefold.config.misspelt import MEANT
 from fivefold.config.settings import NONE, Setting, flag_of
 from fivefold.errors import Mistakes, shown
@@ -208,16 +208,17 @@ class _Scanner:
         aliases = [alias for alias, of in ALIASES.items() if of in self._settings]
         known = list(dict.fromkeys([*self._settings, *alone, *aliases]))
         name = without_section(name, known)
-        foreign = FOREIGN.get(name, Foreign(()))
-        meant = [flag] if (flag := foreign.meant(known)) else []
-        if foreign.flags and not meant:
-            foreign = Foreign(())  # the name belongs to another command
-        if not meant and not foreign.note:
+        typo = name not in foreign_settings() and get_close_matches(name, known, 1, cutoff=0.85)
+        theirs = Foreign() if typo else foreign(name)
+        meant = [flag] if (flag := theirs.meant(known)) else []
+        if theirs.flags and not meant:
+            theirs = Foreign()  # the name belongs to another command
+        if not meant and not theirs.note:
             close = get_close_matches(name, known, n=1, cutoff=0.6)
             close = close or [k for k in known if k.startswith(name)][:3]
             meant = list(map(flag_of, close))
         suffix = f", did you mean {' or '.join(meant)}?" if meant else ""
-        self._mistakes.add(f"unknown flag {spelled}{suffix}", *filter(None, [foreign.note]))
+        self._mistakes.add(f"unknown flag {spelled}{suffix}", *filter(None, [theirs.note]))
         if not has_value:
             self._skip_value(meant[0] if meant else "", alone)
 

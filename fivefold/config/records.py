@@ -28,6 +28,16 @@ class CheckpointConfig:
     finetune: bool = option(
         False, "load only the weights of --load; step, optimizer and data start anew"
     )
+    moe_use_upcycling: bool = option(
+        False,
+        "start from the weights of a dense model at --load: each expert is a copy of its MLP, or a "
+        "part of it",
+    )
+    moe_upcycling_granularity: Count = option(
+        1,
+        "parts into which inner features of the dense MLP are cut, of moe_ffn_hidden_size each; "
+        "1: experts are whole copies",
+    )
     save_interval: Whole | None = option(
         0,
         "steps between checkpoints; 0: only after the last step; auto: the interval that loses "

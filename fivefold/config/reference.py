@@ -9,7 +9,7 @@ from typing import TextIO
 
 from fivefold.config.config import SECTION_SETTINGS, SECTIONS
 from fivefold.config.flags import ALIASES, IDLE_SWITCHES, SWITCHES
-from fivefold.config.foreign import FOREIGN, name_of
+from fivefold.config.foreign import foreign, name_of
 from fivefold.config.presets import PRESETS
 from fivefold.config.settings import NONE, Setting, flag_of, settings_of
 from fivefold.config.sources import MODEL, recipe_names
@@ -148,8 +148,8 @@ def _named(topic: str, settings: Iterable[Setting], width: int) -> list[str]:
     of_all = {setting.name: setting for setting in settings}
     known = {**of_all, **{alias: of_all[n] for alias, n in ALIASES.items() if n in of_all}}
     name = name_of(topic)
-    meant = FOREIGN[name].meant(known) if name in FOREIGN else ""
-    if setting := known.get(name) or (known[name_of(meant)] if meant else None):
+    meant = name_of(foreign(name).meant(known))
+    if setting := known.get(name) or known.get(meant):
         return [*_entry(setting, width)]
     return [_switch(name)] if name in SWITCHES and MODEL.name in of_all else []
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from fivefold.config.config import SECTION_OF, SECTION_SETTINGS, SECTIONS, SETTINGS, Config
 from fivefold.config.flags import ALIASES, SWITCHES, Given, add_bad_value, scan
-from fivefold.config.foreign import FOREIGN, name_of
+from fivefold.config.foreign import foreign, name_of
 from fivefold.config.huggingface import read_adapter
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import HUB_NAMES, PRESETS, resolve_model, told_of_model
@@ -353,8 +353,7 @@ def _read_section(section: str, table: Any, path: Path, mistakes: Mistakes) -> d
 
 def _meant(key: str, owner: Mapping[str, str]) -> str:
     name = key.replace("-", "_")
-    if foreign := FOREIGN.get(name):
-        name = name_of(foreign.meant([*owner, *ALIASES]) or f"--{name}")
+    name = name_of(foreign(name).meant([*owner, *ALIASES]) or f"--{name}")
     name = ALIASES.get(name, name)
     suffix = did_you_mean(name, owner)
     if suffix and owner.get(name):

@@ -13,7 +13,7 @@ from typing import Any
 from fivefold.checkpoint.index import SavedTensor, read_foreign_index
 from fivefold.checkpoint.matching import check_shapes
 from fivefold.config.huggingface.family import Tensors
-from fivefold.config.megatron import unlike
+from fivefold.config.megatron_job.unlike import unlike
 from fivefold.config.model import ModelConfig
 from fivefold.convert.megatron_common import read_common
 from fivefold.convert.megatron_tensors import MegatronTensors, StateTensors
@@ -157,6 +157,9 @@ def _see_kind(model: ModelConfig) -> None:
             ("multi_latent_attention", model.multi_latent_attention),
             ("mtp_num_layers", model.mtp_num_layers > 0),
             ("parallel_residual", model.parallel_residual),
+            ("attention_output_gate", model.attention_output_gate),
+            ("experimental_attention_variant", model.experimental_attention_variant is not None),
+            ("hybrid_override_pattern", model.hybrid_override_pattern is not None),
         )
         if there
     ]

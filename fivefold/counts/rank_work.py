@@ -57,10 +57,9 @@ def kept_activations(
     running = replace(Running.of(config), memory=memory, adds_expert_bias=etp == 0)
     tokens = config.rank_tokens
     saved = []
+    routed = {} if rows is None or running.routed is not None else rows.first
     for place, layer in placed_layers(model, parts):
-        known = running
-        if rows is not None and layer in rows.first and running.routed is None:
-            known = replace(running, routed=rows.first[layer])
+        known = replace(running, routed=routed.get(layer, running.routed))
         saved.append(total(saved_activations(model, layer, known, position=place)))
     saved.append(total(prediction_bytes(model, parts, running)))
     saved.append(total(entry_bytes(model, parts, running)))
@@ -78,7 +77,7 @@ def kept_activations(
             del loss["final_norm"]
         saved.append(total(loss))
     smoothed = config.training.label_smoothing > 0
-    small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
+    small = bookkeeping_bytes(model, parts, running, routed, smoothed=smoothed)
     layers = dict(remade_layers(layout, stage))
     copies = sum(
         _copies(layout, layer, running, packed=packed, on_gpu=on_gpu)

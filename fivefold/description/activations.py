@@ -6,13 +6,15 @@ offloading applied.
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import inf
 from types import MappingProxyType
 
 from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.config.model import ModelConfig
+from fivefold.description.expert_rows import LayerRows
 from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.description.latent import LatentDown
 from fivefold.description.layers import describe, describe_layer
@@ -269,18 +271,24 @@ def _logits(model: ModelConfig, running: Running) -> float:
 
 
 def bookkeeping_bytes(
-    model: ModelConfig, parts: StageParts, running: Running, *, smoothed: bool
+    model: ModelConfig,
+    parts: StageParts,
+    running: Running,
+    routed: Mapping[int, LayerRows],
+    *,
+    smoothed: bool,
 ) -> float:
     """Bytes per token of a stage that Fivefold keeps beyond the published formulas.
 
     These are row statistics of norms, tables of positions, and copies of labels and loss weights
     (with a split vocabulary: of the labels' logits and their mask), and scales of 8-bit inputs.
-    Every expert counts as having its share of the rows; one without any keeps no scales.
+    An expert without any rows keeps no scales, unless they are those of earlier steps.
 
     Args:
         model: the architecture.
         parts: what the stage holds.
         running: degrees, dtypes, recomputation and offloading, of the stage.
+        routed: known rows of layers with experts; of others each expert has its share.
         smoothed: whether the loss uses label smoothing.
     """
     wide, tp, tokens = max(running.element_bytes, 4), running.tensor_parallel, running.token_parts
@@ -296,10 +304,11 @@ def bookkeeping_bytes(
         size += (3 if model.trains_all else 2) * norm * parts.mtp
     for place, layer in kept_whole:
         own = at_place(running, place).of_kind(layer_kind(model, layer))
-        for item in kept_items(model, layer, own):
+        known = replace(own, routed=routed.get(layer, own.routed))
+        for item in kept_items(model, layer, known):
             if not {*own.remade} & {*item.remade_by}:
-                scales = (scale_bytes(own, features, item.rows) for features in item.scaled)
-                size += item.groups * sum(scales)
+                pairs = product(item.scaled, item.groups or (None,))
+                size += sum(scale_bytes(own, features, rows) for features, rows in pairs)
         if "a2a_overlap_attn" not in own.remade:
             size += wide * _unit_norms(model, layer, tp)
         for operation in describe_layer(model, layer).operations:

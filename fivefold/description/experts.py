@@ -266,9 +266,11 @@ class ExpertsOut(Operation):
 
 def _scaled(linear: ExpertsIn | ExpertsOut, kept: Kept, features: float, running: Running) -> Kept:
     """The same items, with a scale for each expert's rows."""
-    experts = linear.weights[0].shape[0] // running.expert_parallel
-    rows = running.rows(linear.copies) * running.microbatch_tokens / experts
-    return replace(kept, scaled=(features,), groups=experts, rows=rows)
+    groups = () if running.routed is None else running.routed.by_expert
+    if not groups:
+        experts = linear.weights[0].shape[0] // running.expert_parallel
+        groups = (running.rows(linear.copies) * running.microbatch_tokens / experts,) * experts
+    return replace(kept, scaled=(features,), groups=groups)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,8 @@ class Kept:
         stays: whether it is kept even if the whole layer is recomputed.
         held_by: item that counts it unless it is offloaded; offloaded alone, it is on both sides.
         scaled: features of each input of a linear layer that it is an 8-bit copy of.
-        groups: parts of the rows of these inputs that have scales of their own.
-        rows: rows of a part in a microbatch; 0: one for each token.
+        groups: rows in a microbatch of each part of these inputs that has scales of its own; empty:
+            all rows, one for each token.
     """
 
     name: str
@@ -41,8 +41,7 @@ class Kept:
     stays: bool = False
     held_by: str = ""
     scaled: tuple[float, ...] = ()
-    groups: int = 1
-    rows: float = 0.0
+    groups: tuple[float, ...] = ()
 
     @property
     def size(self) -> float:

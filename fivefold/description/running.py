@@ -28,6 +28,7 @@ class Running:
         element_bytes: bytes per element of the compute dtype.
         input_bytes: bytes per element of a linear layer's kept input; fewer in fp8 or fp4.
         scale_rows: rows of it that share a scale for each feature; inf: all; 0: one scale or none.
+        delayed_scales: whether scales are those of earlier steps, which no rows have, too.
         tensor_parallel: ranks that split heads, MLPs and vocabulary.
         sequence_parallel: whether these ranks split the tokens of everything else.
         expert_parallel: ranks that hold the experts of a layer, equally many each.
@@ -58,6 +59,7 @@ class Running:
     element_bytes: float = 2
     input_bytes: float = 2
     scale_rows: float = 0
+    delayed_scales: bool = False
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     expert_parallel: int = 1
@@ -91,6 +93,7 @@ class Running:
             element_bytes=element,
             input_bytes=0.5 if training.fp4_format else 1 if training.fp8_format else element,
             scale_rows=SCALE_ROWS.get(training.fp8_recipe, 0) if training.fp8_format else 0,
+            delayed_scales=training.delays_scales,
             tensor_parallel=parallel.tensor_model_parallel_size,
             sequence_parallel=parallel.sequence_parallel,
             expert_parallel=parallel.expert_model_parallel_size,
@@ -255,7 +258,7 @@ def at_place(running: Running, place: int) -> Running:
     return running if memory is running.memory else replace(running, memory=memory)
 
 
-def scale_bytes(running: Running, features: float, rows: float = 0.0) -> float:
+def scale_bytes(running: Running, features: float, rows: float | None = None) -> float:
     """Bytes per token of the scales of an 8-bit input with `features` on this rank.
 
     Scales cover the whole input of a product, where ranks split its tokens before it, too.
@@ -263,13 +266,14 @@ def scale_bytes(running: Running, features: float, rows: float = 0.0) -> float:
     Args:
         running: how the layer runs.
         features: features of the input.
-        rows: its rows in a microbatch; 0: one for each token.
+        rows: its rows in a microbatch; None: one for each token.
     """
-    if running.input_bytes >= running.element_bytes:
+    rows = running.microbatch_tokens if rows is None else rows
+    if running.input_bytes >= running.element_bytes or not (rows or running.delayed_scales):
         return 0.0
     blocks = 1.0
     if running.scale_rows:
-        blocks = features * max(ceil((rows or running.microbatch_tokens) / running.scale_rows), 1)
+        blocks = features * max(ceil(rows / running.scale_rows), 1)
     size = _EXPONENT if running.scale_rows == SCALE_ROWS["mxfp8"] else _SCALE
     return running.by_microbatch(size * blocks)
 

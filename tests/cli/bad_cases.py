@@ -162,6 +162,24 @@ LAYOUTS = [
     layout("context parallel", "--nproc 2 --cp 2 --seq-length 62", "/ (2 x 2)", "--seq-length 64"),
     layout("expert parallel", "--nproc 2 --ep 2", "num_experts is none"),
     layout("too few experts", "--num-experts 2 --moe-router-topk 3", "--num-experts 3"),
+    layout(
+        "parts of experts",
+        "--num-experts 4 --load donor --moe-use-upcycling --moe-upcycling-granularity 3",
+        "4 experts are not whole sets of 3 parts",
+        "--moe-upcycling-granularity 2",
+    ),
+    layout(
+        "shared experts of a dense model",
+        "--num-experts 4 --load donor --moe-use-upcycling --moe-shared-expert-intermediate-size 64",
+        "a dense model has no weights of shared experts",
+    ),
+    layout(
+        "dense layers beside upcycled ones",
+        "--num-experts 4 --load donor --moe-use-upcycling --moe-layer-freq [0,1,1,1] "
+        "--moe-ffn-hidden-size 64",
+        "1 x 64 = 64 in all layers",
+        "--ffn-hidden-size 64",
+    ),
     layout("layers of experts", "--num-experts 2 --moe-layer-freq [1]*3", "3 entries, 4 layers"),
     layout(
         "an indexer without sizes",

@@ -12,8 +12,7 @@ import pytest
 from fivefold.cli.train import Options
 from fivefold.config.config import SECTIONS, SETTINGS
 from fivefold.config.flags import ALIASES, SWITCHES
-from fivefold.config.foreign import FOREIGN, name_of
-from fivefold.config.megatron_names import MEGATRON_NAMES
+from fivefold.config.foreign import foreign_settings, name_of
 from fivefold.config.settings import Setting, settings_of
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from tests.cli.advice import Line, read_message, type_suggestion
@@ -101,17 +100,16 @@ def test_a_setting_is_known_by_the_section_that_others_keep_it_in(
 FLAGS = re.compile(r"--[\w-]+(?: (?!and\b)[a-z\d_]+)?")  # with a value
 SWITCHED = {name for name, setting in SETTINGS.items() if setting.kind is bool}
 KNOWN = {*SETTINGS, *SWITCHES, *ALIASES, *(setting.name for setting in settings_of(Options))}
-SAID = sorted({(flags, note) for flags, _, note in MEGATRON_NAMES})
+SAID = sorted({(each.meant(KNOWN), each.note) for each in foreign_settings().values()})
+OF_OTHERS = {"model", "nodes"}  # of other commands
 
 
 @pytest.mark.parametrize(("flag", "note"), SAID)
-def test_what_is_said_of_a_flag_of_megatron_can_be_had(
-    flag: str, note: str, tmp_path: Path
-) -> None:
+def test_what_is_said_of_a_flag_of_others_can_be_had(flag: str, note: str, tmp_path: Path) -> None:
     """Flags that are named exist. A switch, or a flag with its value, is taken beside what goes
     with it, after at most two mistakes that say what is missing."""
     beside = FLAGS.findall(note)
-    assert {name_of(each) for each in [*beside, *([flag] if flag else [])]} <= KNOWN
+    assert {name_of(each) for each in [*beside, *([flag] if flag else [])]} <= KNOWN | OF_OTHERS
     if not flag or (" " not in flag and name_of(flag) not in SWITCHED):
         return
     words = " ".join([flag, *(beside if note.startswith("with ") else [])]).split()
@@ -194,7 +192,7 @@ def random_line(random: Random) -> Line:
 
 
 SECTION_NAMES = {name: [f.name for f in fields(cls)] for name, cls in SECTIONS.items()}
-MISTYPED = tuple([f"--{name.replace('_', '-')}", "2"] for name in FOREIGN)
+MISTYPED = tuple([f"--{name.replace('_', '-')}", "2"] for name in foreign_settings())
 
 
 def test_suggestions_of_random_lines_mend_their_mistakes(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fivefold.cli.main import MEANT_VERBS, VERBS, main
 from fivefold.cli.style import paint
 from fivefold.config.config import SECTION_SETTINGS, SECTIONS, SETTINGS
 from fivefold.config.flags import ALIASES, SWITCHES
-from fivefold.config.foreign import FOREIGN
+from fivefold.config.foreign import foreign_settings
 from fivefold.config.settings import settings_of
 from fivefold.config.sources import RECIPES, read_config, recipe_names, to_toml
 from fivefold.train.ranks.launch import End
@@ -134,7 +134,7 @@ def test_help_knows_the_flags_of_every_command(
             assert main(["help", setting.flag[2:]]) == 0, setting.flag
             said = capsys.readouterr().out
             # A section is called so, or as others call one of train's.
-            assert setting.flag in said or setting.name in (*SECTIONS, *FOREIGN)
+            assert setting.flag in said or setting.name in (*SECTIONS, *foreign_settings())
 
 
 @pytest.mark.parametrize("topic", [*SECTIONS, *SETTINGS])

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from fivefold.cli.main import main
 from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.write import to_hf_config
-from fivefold.config.megatron import megatron_checkpoint, unlike
+from fivefold.config.megatron import megatron_checkpoint
 from fivefold.config.megatron_job.release import known
+from fivefold.config.megatron_job.unlike import unlike
 from fivefold.config.model import ModelConfig
 from fivefold.convert.load import fill_from_folder
 from fivefold.convert.megatron import MegatronFolder
@@ -203,7 +205,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "norm_placement": {"norm_placement": "both"},
     "qk_layernorm_type": {"qk_layernorm": True, "qk_layernorm_type": "all_heads"},
     "normalization": {"normalization": "LayerNorm"},
-    "swiglu": {"activation_func": "gelu"},
+    "activation_func": {"activation_func": "gelu"},
     "untie_embeddings_and_output_weights": {"untie_embeddings_and_output_weights": False},
     "position_embedding_type": {"position_embedding_type": "learned_absolute"},
 }
@@ -218,57 +220,56 @@ def test_another_model_is_named_by_what_differs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixed"])
 def test_what_changes_results_alone_is_told_apart(name: str) -> None:
-    """Of the arguments that tensors' names and shapes do not show, with defaults in front."""
-    both: dict[str, tuple[Any, Any]] = {
-        "apply_layernorm_1p": (False, True),
-        "apply_residual_connection_post_layernorm": (False, True),
-        "attention_output_gate": (False, True),
-        "experimental_attention_variant": (None, "gated_delta_net"),
-        "hybrid_override_pattern": (None, "M*"),
-        "squared_relu": (False, True),
-        "qk_l2_norm": (False, True),
-        "use_mup": (False, True),
-        "quick_geglu": (False, True),
-        "glu_linear_offset": (0.0, 1.0),
-        "activation_func_clamp_value": (None, 7.0),
-        "softmax_scale": (None, 0.5),
-        "softmax_type": ("vanilla", "off-by-one"),
-        "window_size": (None, [128, 0]),
+    """Arguments that tensors' names and shapes do not show, with other values, and the setting that
+    is named, unless it is called as they are."""
+    others: dict[str, tuple[Any, str]] = {
+        "apply_layernorm_1p": (True, ""),  # of older releases
+        "layernorm_zero_centered_gamma": (True, "apply_layernorm_1p"),
+        "apply_residual_connection_post_layernorm": (True, ""),
+        "attention_output_gate": (True, ""),
+        "experimental_attention_variant": ("gated_delta_net", ""),
+        "hybrid_override_pattern": ("M*", ""),
+        "squared_relu": (True, "activation_func"),
+        "qk_l2_norm": (True, ""),
+        "use_mup": (True, ""),
+        "quick_geglu": (True, "activation_func"),
+        "glu_linear_offset": (1.0, ""),
+        "activation_func_clamp_value": (7.0, ""),
+        "layernorm_epsilon": (1e-6, "norm_epsilon"),
+        "softmax_scale": (0.25, ""),
+        "softmax_type": ("off-by-one", ""),
+        "window_size": ([128, 0], ""),
     }
     if name != "gpt2":
-        both |= {
-            "no_rope_freq": (None, 2),
-            "rotary_percent": (1.0, 0.5),
-            "rotary_interleaved": (False, True),
-            "rotary_seq_len_interpolation_factor": (None, 8),
-            "use_rope_scaling": (False, True),
+        others |= {
+            "no_rope_freq": (2, ""),
+            "rotary_percent": (0.5, ""),
+            "rotary_interleaved": (True, ""),
+            "rotary_seq_len_interpolation_factor": (8, ""),
+            "use_rope_scaling": (True, ""),
         }
     if name == "gpt2":
-        both |= {"bias_gelu_fusion": (False, True)}
-        fused = replace(MODELS[name], activation_func="gelu_tanh")
-        assert unlike(fused, {"bias_gelu_fusion": False}) and not unlike(
-            fused, {"bias_gelu_fusion": True}
-        )
-        squared = replace(MODELS[name], activation_func="squared_relu")
-        assert unlike(squared, {"squared_relu": False}) and not unlike(
-            squared, {"squared_relu": True}
-        )
+        others |= {"bias_gelu_fusion": (True, "activation_func")}
     if name == "mixed":
-        both |= {
-            "moe_apply_probs_on_input": (False, True),
-            "moe_latent_size": (None, 64),
-            "moe_router_pre_softmax": (False, True),
-            "moe_router_score_function": ("softmax", "sigmoid"),
-            "moe_router_topk_scaling_factor": (None, 2.5),
+        others |= {
+            "moe_apply_probs_on_input": (True, ""),
+            "moe_latent_size": (64, ""),
+            "moe_router_pre_softmax": (True, ""),
+            "moe_router_score_function": ("sigmoid", ""),
+            "moe_router_topk_scaling_factor": (2.5, ""),
         }
-    scaled = replace(MODELS[name], logits_scaling=8.0, softmax_scale=0.5)
-    assert unlike(scaled, {"softmax_scale": 0.5}) == ["logits_scaling: 8.0, there 1.0"]
-    local = replace(MODELS[name], window_size=8, rotary_base_local=20.0)
-    assert "rotary_base_local: 20.0, there None" in unlike(local, {})
-    assert not unlike(MODELS[name], {key: default for key, (default, _) in both.items()})
-    for key, (_, other) in both.items():
-        (line,) = unlike(MODELS[name], {key: other})
-        assert line.startswith(f"{key}: ")
+    model, told = MODELS[name], dict(MegatronFolder(checkpoint(FOLDER / name)).arguments)
+    assert not unlike(model, told)
+    for key, (other, setting) in others.items():
+        gates = {"swiglu": False} if key in ("squared_relu", "quick_geglu") else {}
+        lines = unlike(model, {**told, **gates, key: other})
+        assert any(re.match(rf"{setting or key}(:| =| cannot) ", line) for line in lines), key
+    scaled = replace(model, logits_scaling=8.0, softmax_scale=0.25)
+    assert unlike(scaled, told | {"softmax_scale": 0.25}) == ["logits_scaling: 8.0, there 1.0"]
+    local = replace(model, window_size=8, rotary_base_local=20.0)
+    turns = model.position_embedding_type == "rope"
+    assert turns == any("rotary_base_local" in line for line in unlike(local, told))
+    assert unlike(replace(model, activation_func="squared_relu"), told)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixed"])
@@ -283,13 +284,13 @@ def test_arguments_that_are_as_usual_tell_no_other_model(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"moe_layer_freq": "1"}, "moe_layer_freq: another one, there \\[0, 1\\]"),
+        ({"moe_layer_freq": "1"}, "moe_layer_freq: true true, there false true"),
         ({"moe_router_topk": 1}, "moe_router_topk: 1, there 2"),
         ({"vocab_size": PADDED + 1}, "of another shape"),
         ({"kv_channels": 4}, "kv_channels: 4, there 8"),
-        ({"add_qkv_bias": True}, "that the checkpoint has not"),
+        ({"add_qkv_bias": True}, "add_qkv_bias: true, there false"),
         ({"mtp_num_layers": 1}, "without mtp_num_layers"),
-        ({"hybrid_override_pattern": "*E"}, "that the model has not"),
+        ({"hybrid_override_pattern": "*E"}, "without hybrid_override_pattern"),
     ],
 )
 def test_another_mixture_is_refused(change: dict[str, Any], said: str) -> None:

@@ -236,6 +236,20 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "recompute_granularity": "full",
         },
     ),
+    # A layer's states run again beside the message of the gradients of its own experts.
+    "states behind experts": (
+        "kimi-linear-48b-a3b",
+        {
+            "moe_layer_freq": "[0,1]",
+            "linear_attention_freq": "[0,1]",
+            "num_experts": 32,
+            "expert_model_parallel_size": 2,
+            "seq_length": 1024,
+            "global_batch_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "recompute_granularity": "full",
+        },
+    ),
     # The ends of a stage, unpacked from few bits, were counted beside their copy and the layers'.
     "ends in few bits": (
         "qwen3-8b",

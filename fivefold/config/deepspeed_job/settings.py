@@ -12,9 +12,10 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.config.deepspeed_job.file import DeepSpeedJob, Left
+from fivefold.config.deepspeed_job.file import DeepSpeedJob
 from fivefold.config.deepspeed_job.harmless import is_harmless
 from fivefold.config.deepspeed_job.rates import of_rates
+from fivefold.config.job_settings import Left
 from fivefold.config.sharding import SHARDING
 from fivefold.config.translation import Named, Translation, fitting
 from fivefold.errors import shown

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NoReturn
 
-from fivefold.config.foreign import FOREIGN
+from fivefold.config.foreign import foreign
 from fivefold.config.megatron_job.command import NO_JOB, Around, Launch, launch_of, ranks_of
 from fivefold.config.megatron_job.relatives import in_release, in_samples, is_tokens, of_later
 from fivefold.config.megatron_job.release import Argument, known
@@ -21,6 +22,13 @@ _LINE = re.compile(r"(\w+) \.{2,}(?: (.*))?$")
 _MEMBERS = re.compile(r"<\w+\.(\w+): ")  # of enumerations
 _VOCABULARY = re.compile(r"padded vocab \(size: (\d+)\)")
 _NOWHERE = Around()
+_OLDER: Mapping[str, str] = MappingProxyType(
+    {
+        "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+        "norm_epsilon": "layernorm_epsilon",
+    }
+)
+"""Names that arguments have in logs and checkpoints of older releases."""
 
 
 @dataclass
@@ -46,6 +54,7 @@ class MegatronJob:
     _read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.given = {_OLDER.get(name, name): value for name, value in self.given.items()}
         mistakes = Mistakes()
         for argument in known().arguments:
             value = self.given.get(argument.name, argument.default)
@@ -199,7 +208,6 @@ def _notes(launch: Launch) -> Iterator[str]:
 
 def lost_argument(name: str, value: Any) -> str:
     """A sentence about an argument that has no counterpart."""
-    foreign = FOREIGN.get(name)
-    notes = [] if foreign is None else [" or ".join(foreign.flags), foreign.note]
-    note = "; ".join(filter(None, notes))
+    ours = foreign(name)
+    note = "; ".join(filter(None, [" or ".join(ours.flags), ours.note]))
     return f"{name} = {shown(value)}" + (f": {note}" if note else "")

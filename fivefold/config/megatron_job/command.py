@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import yaml
 
-from fivefold.config.megatron_job.harmless import is_harmless
+from fivefold.config.foreign import foreign
 from fivefold.config.megatron_job.relatives import is_pretraining
 from fivefold.config.megatron_job.release import Argument
 from fivefold.errors import ConfigError, Mistake
@@ -244,7 +244,7 @@ def _without_open(
 
 def _is_file(argument: Argument) -> bool:
     """Whether an argument says where something lies, or changes nothing here."""
-    return argument.name in _FILES or is_harmless(argument.name)
+    return argument.name in _FILES or foreign(argument.name).idle
 
 
 def _needed(needed: Mapping[str, str], notes: Sequence[str]) -> ConfigError:

@@ -25,7 +25,7 @@ def of_model(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
         mistakes.add(f"{name} = {shown(job[name])}: no model here has that")
     groups = job["num_query_groups"]
     yield "num_query_groups", groups if job["group_query_attention"] else None
-    yield from job.same("kv_channels", "normalization", "softmax_type")
+    yield from job.same("kv_channels", "normalization", "softmax_type", "softmax_scale")
     yield "norm_epsilon", job["layernorm_epsilon"]
     yield "apply_layernorm_1p", job["layernorm_zero_centered_gamma"]
     yield from job.same("add_bias_linear", "untie_embeddings_and_output_weights")

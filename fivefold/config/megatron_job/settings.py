@@ -5,8 +5,9 @@ learning rate are those of the job. What a job has and Fivefold has not is named
 without a word.
 """
 
+from fivefold.config.flags import IDLE_SWITCHES
+from fivefold.config.foreign import foreign
 from fivefold.config.megatron_job.arguments import MegatronJob, lost_argument
-from fivefold.config.megatron_job.harmless import DERIVED, is_harmless
 from fivefold.config.megatron_job.model import of_experts, of_model, of_vocabulary
 from fivefold.config.megatron_job.relatives import of_relative
 from fivefold.config.megatron_job.release import known
@@ -23,6 +24,11 @@ from fivefold.config.translation import Translation, fitting
 from fivefold.errors import Mistakes
 
 TRAINER = "Megatron-LM"
+_DERIVED = """
+    rank world_size data_parallel_size params_dtype transformer_pipeline_model_parallel_size
+    virtual_pipeline_model_parallel_size consumed_train_samples skipped_train_samples
+    consumed_valid_samples consumed_train_bins iteration use_custom_fsdp
+"""  # from other arguments, by its checks, and then logged with them
 
 
 def translate(job: MegatronJob, vocabulary: int | None = None) -> Translation:
@@ -48,12 +54,12 @@ def translate(job: MegatronJob, vocabulary: int | None = None) -> Translation:
         *of_data(job, lost),
     )
     values = fitting(named, mistakes)
-    job.mention(*DERIVED)
-    unread = {name: value for name, value in job.unread().items() if not _idles(job, name)}
-    harmless = tuple(sorted(filter(is_harmless, unread)))
+    job.mention(*_DERIVED.split())
+    unread = {name: value for name, value in job.unread().items() if not _waits(job, name)}
+    harmless = tuple(sorted(filter(_idles, unread)))
     lost += [lost_argument(name, value) for name, value in unread.items() if name not in harmless]
     idle = {flag: name_of_flag(flag) for flag in job.unknown}
-    idle = {f: name for f, name in idle.items() if is_harmless(name) or _idles(job, name)}
+    idle = {f: name for f, name in idle.items() if _idles(name) or _waits(job, name)}
     harmless += tuple(idle.values())
     others = [flag for flag in job.unknown if flag not in idle]
     lost += [of_relative(flag, known().release) for flag in others]
@@ -64,6 +70,7 @@ def translate(job: MegatronJob, vocabulary: int | None = None) -> Translation:
 
 _SWITCHES: tuple[tuple[str, str], ...] = (
     ("moe_", "num_experts"),
+    ("moe_deepep_", "moe_enable_deepep"),
     ("expert_", "num_experts"),
     ("mtp_", "mtp_num_layers"),
     ("qk_clip_", "qk_clip"),
@@ -77,13 +84,19 @@ _SWITCHES: tuple[tuple[str, str], ...] = (
 """Beginnings of names of arguments that mean something with another one only."""
 
 
-def _idles(job: MegatronJob, name: str) -> bool:
+def _idles(name: str) -> bool:
+    """Whether an argument changes nothing here."""
+    return name in IDLE_SWITCHES or foreign(name).idle
+
+
+def _waits(job: MegatronJob, name: str) -> bool:
     """Whether an argument means nothing in this job."""
+    narrow = bool(job["fp8"] or job["fp4"])
     of = {
         "muon_": job["optimizer"] in ("muon", "dist_muon"),
         "lr_wsd_": job["lr_decay_style"] == "WSD",
-        "first_last_layers_bf16": bool(job["fp8"] or job["fp4"]),
-        "num_layers_at_": job["first_last_layers_bf16"],
+        "first_last_layers_bf16": narrow,
+        "num_layers_at_": narrow and job["first_last_layers_bf16"],
     }
     owners = {start: bool(job[switch]) for start, switch in _SWITCHES} | of
     return any(name.startswith(start) and not on for start, on in owners.items())

@@ -268,6 +268,10 @@ def of_data(job: MegatronJob, lost: list[str]) -> Named:
     yield from _tokenizer(job, lost)
     yield from _infilling(job, lost)
     job.mention("finetune")
+    if job["moe_use_upcycling"]:
+        parts = job["moe_upcycling_granularity"]
+        flags = f"--moe-use-upcycling --moe-upcycling-granularity {parts} --load FOLDER"
+        lost.append(f"moe_use_upcycling: {flags} starts from the dense model in a folder")
     for name in ("load", "save"):
         if job[name] is not None:
             lost.append(f"{name} = {job[name]}: {_FOLDERS[name]}")

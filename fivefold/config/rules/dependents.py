@@ -288,10 +288,16 @@ DEPENDENTS = (
         "is for documents that have parts",
     ),
     where(
-        "load_adapter ckpt_step finetune",
+        "load_adapter ckpt_step finetune moe_use_upcycling",
         "load != none",
         "says what is taken of the weights to start from",
         "--load FOLDER",
+    ),
+    where("moe_use_upcycling", "num_experts != none", "is for experts", "--num-experts 8"),
+    where(
+        "moe_upcycling_granularity",
+        "moe_use_upcycling = true",
+        "says how experts are made from the MLP of a dense model",
     ),
     where(
         "train_iters lr_decay_iters lr_warmup_iters lr_wsd_decay_iters",

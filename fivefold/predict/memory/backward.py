@@ -125,7 +125,9 @@ class _Walk:
             again = again._replace(remade=remade, communication=route.messages[3])
             yield again._replace(gradients=self._waiting, resharded=point.resharded)
         for place, inside in route.states:
-            change = _behind(route, passage, place, inside, route.own_until_states(place))
+            own, experts = route.own_until_states(place), route.parts[place][0]
+            apart = (experts,) if experts.size else ()
+            change = _behind(route, passage, place, inside, own, *apart)
             yield self._ended(inside, change, route.copies.but("ends", "rest", "beside"))
         for place, inside in route.other_mixers:
             change = _behind(route, passage, place, inside, sum(p.size for p in route.parts[place]))
@@ -253,15 +255,19 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
         yield head._replace(working=dx)
 
 
-def _behind(route: Route, passage: Passage, place: int, point: ActPoint, own: float) -> Change:
-    """The change when all layers behind this one are done, and `own` elements of this one.
+def _behind(
+    route: Route, passage: Passage, place: int, point: ActPoint, own: float, *done: GatheredBlock
+) -> Change:
+    """The change when all layers behind this one are done, and of this one the blocks `done` and
+    `own` further elements.
 
-    FSDP2 keeps new gradients until it has all of a layer's; others are added up one by one.
+    FSDP2 keeps new gradients until it has all of a block's; others are added up one by one.
     """
     behind = [layer_block(route.layout, n, trained=True) for n in route.numbers[place + 1 :]]
     change = Change(0.0, 0.0, 0.0)
-    if behind:
-        change = passage.after(route.parts[place + 1][1], *behind)
+    if behind or done:
+        sent = done[-1] if done else route.parts[place + 1][1]
+        change = passage.after(sent, *behind, *done)
     policy, fresh, made = route.policy, 0.0, change.made
     if not policy.splits_optimizer:
         made += own * policy.gradient * (policy.remade and passage.first)

@@ -17,6 +17,7 @@ from fivefold.predict.memory.sizes import (
     last_linears,
     remade_at_once,
     tiled_sums,
+    trained_by,
 )
 from fivefold.predict.memory.stage_sizes import StageSizes
 
@@ -52,12 +53,15 @@ class Route(StageSizes):
         return self.messages[1 if kind.softmax else 0]
 
     def own_until_states(self, place: int) -> float:
-        """Trained elements of a layer whose gradients are there when those of its states are made:
-        most of them, if an MLP follows."""
-        layer = self.described(place)
-        if layer.kind.mixer is None:
-            return sum(part.size for part in self.parts[place])
-        return last_linears(self.layout, layer)
+        """Trained elements behind a layer's states whose gradients wait there for the others of
+        their block: without those of experts that are reduced apart."""
+        ((at, _),) = self._making_again(place)
+        behind, apart = self.described(place).operations[at + 1 :], self.policy.experts_apart
+        return sum(
+            trained_by(self.layout, operation)
+            for operation in behind
+            if not (apart and any(weight.of_experts for weight in operation.weights))
+        )
 
     def _remade(self, place: int) -> float:
         """Bytes recomputed at a time in a layer's backward: the maximum over layers, unless layers

@@ -19,16 +19,16 @@ def deferred_bytes(operations: Iterable[Operation], running: Running) -> float:
 
 def first_linear(layout: Layout, layer: Layer) -> float:
     """Parameters of an MLP's projections into its inner features, on one rank."""
-    return max((_trained_by(layout, linear) for linear in layer.last_inputs), default=0)
+    return max((trained_by(layout, linear) for linear in layer.last_inputs), default=0)
 
 
 def last_linears(layout: Layout, layer: Layer) -> float:
     """Parameters of an MLP's projections out of its inner features, on one rank."""
     inward = layer.last_inputs
-    return sum(_trained_by(layout, op) for op in layer.after_last_input if op not in inward)
+    return sum(trained_by(layout, op) for op in layer.after_last_input if op not in inward)
 
 
-def _trained_by(layout: Layout, operation: Operation) -> int:
+def trained_by(layout: Layout, operation: Operation) -> int:
     """Number of trained parameters that an operation multiplies with, on one rank."""
     grid, weights = layout.grid, () if operation.frozen else operation.multiplied
     return sum(prod(weight.local(grid.tp, grid.ep, grid.etp)) for weight in weights)

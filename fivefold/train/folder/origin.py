@@ -1,6 +1,8 @@
 """Finds and checks the checkpoint that a run starts from."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -9,6 +11,7 @@ from fivefold.config.config import Config
 from fivefold.config.huggingface import from_hf_config, refuse_adapter
 from fivefold.config.huggingface.comparing import differences
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
+from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
 from fivefold.convert.hub import HubFolder, is_hub_folder
 from fivefold.convert.load import checked_sources, model_in
@@ -20,12 +23,20 @@ from fivefold.errors import (
     Mistake,
     OtherSettings,
 )
+from fivefold.mesh.slices import Piece
 from fivefold.train.corpora import trains_tokenizer
 from fivefold.train.folder.megatron_state import check_goes_on, check_place, megatron_state
 from fivefold.train.folder.run_folder import CHECKPOINTS, TOKENIZER
 from fivefold.train.folder.run_tokenizer import known_tokenizer
 from fivefold.train.folder.saved_state import read_state, same_model, without_adapters
 from fivefold.train.folder.side_files import SIDE
+from fivefold.train.folder.upcycled import (
+    another_size_told,
+    of_dense,
+    start_from_dense,
+    told_of_experts,
+)
+from fivefold.train.health.not_finite import fill_finite
 from fivefold.train.loop import Trainer
 from fivefold.units import several
 
@@ -44,6 +55,7 @@ class Origin:
         left_out: parts of a multimodal model there that are not read; empty if all is.
         told: what the user is to know of how the run goes on from there; empty if nothing.
         tokenizer: file of the tokenizer whose tokens its weights know; None: none is known.
+        dense: whether it is of a dense model, of whose MLPs experts are made.
     """
 
     checkpoints: Path
@@ -55,6 +67,7 @@ class Origin:
     left_out: str = ""
     told: str = ""
     tokenizer: Path | None = None
+    dense: bool = False
 
     @property
     def beside(self) -> Path | None:
@@ -81,6 +94,16 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
         return _from_run(own, folder, config, continues=True)
     if load is None:
         return None
+    if not config.checkpoint.moe_use_upcycling:
+        return _loaded(load, folder, config)
+    with another_size_told(config):
+        found = _loaded(load, folder, of_dense(config))
+    told = "\n".join(filter(None, (found.told, told_of_experts(config, Path(load)))))
+    return replace(found, dense=True, told=told)
+
+
+def _loaded(load: str, folder: Path, config: Config) -> Origin:
+    """The checkpoint that --load names, which is not the run's own."""
     if (foreign := _foreign(load, config)) is not None:
         return foreign
     source = Checkpointer(checkpoints_of(Path(load)))
@@ -218,6 +241,10 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
         return ""
     if origin is None:
         return ""
+    if origin.dense:
+        fill = _filling(origin, of_dense(trainer.engine.layout.config).model)
+        start_from_dense(trainer.engine, own, f"loading {origin.checkpoints}", fill)
+        return ""
     if origin.foreign:
         state = None
         if not origin.weights_only:
@@ -243,6 +270,13 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
         works = tuple(afresh if way == "--finetune" else way for way in mistake.works)
         raise OtherSettings(replace(mistake, works=works)) from error
     return origin.damage
+
+
+def _filling(origin: Origin, model: ModelConfig) -> Callable[[Mapping[str, Piece]], None]:
+    """What fills pieces of a model's weights from the checkpoint that a run starts from."""
+    if origin.foreign:
+        return partial(fill_finite, origin.checkpoints, model)
+    return Checkpointer(origin.checkpoints).filling(origin.step)
 
 
 def samples_counted(trainer: Trainer) -> str:
