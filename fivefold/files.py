@@ -72,7 +72,7 @@ def temporary_path(target: Path) -> Path:
 def temporary_paths(folder: Path, pattern: str) -> list[Path]:
     """Files in a folder that have names of `temporary_path`, for targets whose names match.
 
-    Each is either being written, or left by a process that was killed.
+    Each is being written, or was left by a process that was killed.
     """
     return [*folder.glob(f".tmp-{'[0-9a-f]' * 8}-{pattern}")]
 
@@ -94,8 +94,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 
 def _is_stream(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a device, a pipe or, like /dev/stdout and /dev/fd/3, a file that is already
-    open."""
+    """Whether this is a device, a pipe or, like /dev/stdout and /dev/fd/3, an open file."""
     place = Path(path)
     if place.is_symlink() and place.parent.resolve().parts[:2] in (("/", "dev"), ("/", "proc")):
         return True
@@ -318,8 +317,7 @@ def json_kind(value: Any) -> str:
 
 
 def _half_pair(text: str) -> str | None:
-    """The message that an escape is half of a surrogate pair, which Python writes and JSON readers
-    refuse."""
+    """The message for an escaped half of a surrogate pair: Python writes it, JSON forbids it."""
     pair_or_other = r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\[^u]"
     half = re.search(r"\\u[dD][89a-fA-F]..", re.sub(pair_or_other, "", text))
     return half and f"{half[0]} is half of a surrogate pair, which is no character"

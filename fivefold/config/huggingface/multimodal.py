@@ -314,7 +314,7 @@ def _read_copies(whole: Reader, table: Reader, kind: str) -> None:
 
 
 def _tied(whole: Reader, table: Reader, kind: str) -> bool:
-    """Whether head and embedding are tied: transformers 5 asks the whole model, 4 the text
+    """Whether head and embedding are tied: transformers 5 asks the whole model, 4 its text
     model."""
     family = MULTIMODAL[kind]
     text = table.flag("tie_word_embeddings", family.tied)
@@ -323,8 +323,7 @@ def _tied(whole: Reader, table: Reader, kind: str) -> bool:
 
 
 def _without_sections(value: Any) -> Any:
-    """A table of RoPE without what tells which features turn by time, height and width; any other
-    value as it is."""
+    """A RoPE table without the features for time, height and width; other values unchanged."""
     if not isinstance(value, Mapping):
         return value
     kept = {
@@ -359,8 +358,7 @@ def _read_text_fields(reader: Reader, kind: str, told: str) -> None:
 
 
 def told_of(path: Path) -> str | None:
-    """A note about the parts of a model at a path that are not read; None: it is all read, or there
-    is none."""
+    """A note about the parts of a model at a path that are not read; None if there are none."""
     file = path / "config.json" if path.is_dir() else path
     if file.suffix != ".json" or not file.is_file():
         return None
