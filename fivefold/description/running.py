@@ -188,7 +188,7 @@ class Running:
         return self.rows(experts) / self.expert_tensor_parallel
 
     def narrows(self, *unless: str) -> bool:
-        """Whether a linear layer keeps its input in 8 bits, while no module of `unless` is remade."""
+        """Whether a linear layer keeps its input in 8 bits, if no module of `unless` is remade."""
         return self.input_bytes < self.element_bytes and not {*unless} & {*self.remade}
 
     def input_size(self, *unless: str) -> float:
