@@ -118,7 +118,7 @@ def disk_full(
     needed: int | None = None,
     goes_on: str = "",
 ) -> Mistake:
-    """The message for a full disk: the bytes needed and free, and what helps.
+    """The message for a full disk: the bytes needed and free, or that no further file fits.
 
     Args:
         what: description of the failure, such as "saving step 3 failed".
@@ -137,6 +137,9 @@ def disk_full(
     if limited:
         lines.append(f"no file may have more than {limit:,} bytes (ulimit -f)")
     remedy = "free space there, or a higher limit" if limited else "free space there"
+    if folder is not None and (inodes := _system_at(folder)).f_files and not inodes.f_favail:
+        lines.append(f"no further file, of whatever size: {inodes.f_files:,} are there (df -i)")
+        remedy = "fewer files there"
     attempt = f"{remedy}, then the same command{goes_on}"
     return Mistake(f"disk full: {what}", tuple(lines), attempt=attempt)
 
@@ -203,12 +206,17 @@ def free_bytes(path: str | os.PathLike[str]) -> int | None:
 
     None if the file system does not tell it.
     """
+    system = _system_at(path)
+    blocks = system.f_bfree if os.geteuid() == 0 else system.f_bavail
+    return blocks * system.f_frsize if system.f_blocks else None
+
+
+def _system_at(path: str | os.PathLike[str]) -> os.statvfs_result:
+    """What the file system at a path, which need not exist yet, says of itself."""
     place = Path(path).absolute()
     while not place.exists():
         place = place.parent
-    system = os.statvfs(place)
-    blocks = system.f_bfree if os.geteuid() == 0 else system.f_bavail
-    return blocks * system.f_frsize if system.f_blocks else None
+    return os.statvfs(place)
 
 
 def at_home(path: str | os.PathLike[str], error: type[FivefoldError] = FivefoldError) -> Path:
@@ -303,17 +311,6 @@ def parse_json(
         raise error(f"{source} is nested too deep to be read") from None
     except (msgspec.DecodeError, ValueError) as problem:
         raise error(f"{source} is not JSON: {_half_pair(text) or problem}") from None
-
-
-def json_kind(value: Any) -> str:
-    """The kind of a value read from JSON or a table, in words for a message.
-
-    >>> json_kind(3), json_kind([1]), json_kind(None)
-    ('a number', 'a list', 'null')
-    """
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
-    kinds |= {int: "a number", float: "a number", type(None): "null"}
-    return kinds.get(type(value), f"of the type {type(value).__name__}")
 
 
 def _half_pair(text: str) -> str | None:

@@ -108,6 +108,14 @@ class Variables:
             self.arguments[:] = words[words.index("--") + 1 :]
         return True
 
+    def state(self) -> object:
+        """What changes if any variable or argument does."""
+        entries = {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in self._values.items()
+        }
+        return entries, [list(words) for words in self._arguments], self._environment
+
     def is_set(self, name: str) -> bool:
         """Whether a variable has a value."""
         return name in self._values or name in self._environment

@@ -189,6 +189,20 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "data_parallel_sharding_strategy": "optim_grads_params",
         },
     ),
+    # What is gathered beside a layer was taken to be as large as beside the last one.
+    "first layer in bf16": (
+        "llama3-8b",
+        {
+            "num_layers": 3,
+            "fp8_format": "e4m3",
+            "fp8_recipe": "tensorwise",
+            "fp8_param_gather": True,
+            "first_last_layers_bf16": True,
+            "num_layers_at_start_in_bf16": 1,
+            "num_layers_at_end_in_bf16": 0,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+        },
+    ),
     # Gradients of experts were made one by one and then stacked.
     "experts in 8 bits": ("mixtral-8x7b", {"fp8_format": "e4m3", "fp8_recipe": "rowwise"}),
     # Experts have replicas where other layers are split by tensor parallelism.

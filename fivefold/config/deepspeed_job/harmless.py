@@ -9,9 +9,9 @@ _TOLD = """
 _RUN = """
     disable_python_gc zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio checkpoint
     nebula autotuning dataloader_drop_last check_overflow managed_gradient_accumulation
-    vocabulary_size optimizer.legacy_fusion optimizer.params.torch_adam optimizer.params.fused
-    optimizer.params.ns_method scheduler.params.warmup_type bf16.immediate_grad_update
-    bf16.check_grad_overflow
+    _comment fp16.auto_cast vocabulary_size optimizer.legacy_fusion optimizer.params.torch_adam
+    optimizer.params.fused optimizer.params.ns_method scheduler.params.warmup_type
+    bf16.immediate_grad_update bf16.check_grad_overflow
 """
 # How what is sent is cut and scaled: sums are plain sums here, and weights are cut by heads.
 _MESSAGES = """

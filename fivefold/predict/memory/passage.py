@@ -160,11 +160,11 @@ class Passage:
 
 @dataclass(frozen=True)
 class Copies:
-    """Bytes of gathered weights during a backward through a stage.
+    """Bytes of gathered weights during a backward through a layer of a stage.
 
     Attributes:
         ends: of the stage's ends.
-        experts, rest: of the last layer.
+        experts, rest: of the layer.
         beside: of what is gathered beside it: the layer before, without experts gathered apart.
         message: of the message of what is gathered last in a layer, from which its copy is made; 0
             where a rank gathers from itself. In a forward it stays until the next one.
@@ -184,8 +184,8 @@ class Copies:
     ends_unpacked: float = 0.0
 
     @classmethod
-    def of(cls, layout: Layout, stage: StageParts, policy: StatePolicy) -> "Copies":
-        """The gathered weights of a stage."""
+    def of(cls, layout: Layout, stage: StageParts, policy: StatePolicy, place: int) -> "Copies":
+        """The gathered weights in the layer at this place of a stage; -1: it has no layers."""
         if not policy.splits_copy:
             return cls()
         ends, *layers = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
@@ -198,7 +198,7 @@ class Copies:
         model, several = layout.config.model, num_shards(layout) > 1
         numbers = [
             layer
-            for layer in all_layers(model, stage)
+            for layer in all_layers(model, stage)[: place + 1]
             if layer < model.num_layers or model.starts_prediction(layer)
         ]
         experts, rest, before = 0.0, 0.0, 0.0

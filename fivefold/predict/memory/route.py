@@ -37,14 +37,10 @@ class Route(StageSizes):
         """
         return self._in_layer(len(self.numbers) - 1)
 
-    @cached_property
-    def _start(self) -> ActPoint:
-        """The beginning of the last layer's backward, without what is recomputed."""
-        return ActPoint(
-            "the last layer",
-            loss=self.gone,
-            resharded=self.copies.but("ends", "experts", "rest", "beside"),
-        )
+    def _start(self, place: int) -> ActPoint:
+        """The beginning of a layer's backward, as if the last, without what is recomputed."""
+        gathered = self.copies_at(place).but("ends", "experts", "rest", "beside")
+        return ActPoint("the last layer", loss=self.gone, resharded=gathered)
 
     def _messages_of(self, kind: LayerKind) -> float:
         """Bytes of messages in the backward of a layer of a kind."""
@@ -77,7 +73,7 @@ class Route(StageSizes):
         share = share_at_once(running, inputs.rerun_by)
         working = self.tokens * inputs.working(running) * share
         working += tiled_sums(self.layout, layer, running)
-        start = self._start._replace(
+        start = self._start(place)._replace(
             working=working,
             remade=self._remade(place),
             communication=self._messages_of(layer.kind),
@@ -174,7 +170,7 @@ class Route(StageSizes):
         if isinstance(op, Recurrence):  # of heads and gates, besides the residual stream's
             grads += 2 * running.by_heads(op.sizes.size)
         working = self.tokens * (op.working(running) + grads)
-        point = self._start._replace(working=working, communication=self.messages[0])
+        point = self._start(place)._replace(working=working, communication=self.messages[0])
         again = remade_at_once(running, self.layers, place)
         point = point._replace(remade=self.tokens * again)
         point = self._without(point, place, operations[at + 1 :])

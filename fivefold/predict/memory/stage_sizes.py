@@ -1,7 +1,8 @@
 """Sizes of a pipeline stage: what it keeps, gathers and sends, in bytes on one device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
 from fivefold.counts.policy import StatePolicy
@@ -89,9 +90,14 @@ class StageSizes:
         return stage_blocks(self.layout, self.stage, trained=True, whole_embedding=whole)
 
     @cached_property
+    def copies_at(self) -> Callable[[int], Copies]:
+        """Gathered weights in the layer at a place."""
+        return cache(partial(Copies.of, self.layout, self.stage, self.policy))
+
+    @property
     def copies(self) -> Copies:
-        """Gathered weights."""
-        return Copies.of(self.layout, self.stage, self.policy)
+        """Gathered weights in the last layer."""
+        return self.copies_at(len(self.numbers) - 1)
 
     @cached_property
     def parts(self) -> tuple[tuple[GatheredBlock, GatheredBlock], ...]:
@@ -105,10 +111,27 @@ class StageSizes:
         return tuple(known[kind] for kind in kinds)
 
     @cached_property
-    def largest(self) -> int:
-        """Place of the (first) layer with the most trained parameters."""
+    def predictions(self) -> tuple[int, ...]:
+        """Places of the first layer of each further prediction."""
+        model = self.layout.config.model
+        starts = (i >= model.num_layers and model.starts_prediction(i) for i in self.numbers)
+        return tuple(place for place, is_start in enumerate(starts) if is_start)
+
+    @cached_property
+    def largest(self) -> frozenset[int]:
+        """Places of layers with the most trained parameters: the first such layer of all, and of
+        those before any further prediction; and the last such layer between two others."""
         sizes = [max(part.size for part in parts) for parts in self.parts]
-        return sizes.index(max(sizes))
+        before = sizes[: min(self.predictions, default=0)] or sizes
+        first = {each.index(max(each)) for each in (sizes, before)}
+        between = range(len(sizes) - 2, 0, -1)
+        return frozenset(first | {max(between, key=sizes.__getitem__, default=0)})
+
+    def behind(self, place: int) -> tuple[GatheredBlock, ...]:
+        """Trained parameters of the layers behind one, in the order of a backward."""
+        numbers = self.numbers[:place:-1]
+        blocks = (layer_block(self.layout, number, trained=True) for number in numbers)
+        return tuple(part for block in blocks for part in block.parts(self.policy) if part.size)
 
     def other_than(self, place: int) -> tuple[GatheredBlock, ...]:
         """Trained parameters of all layers but one."""
