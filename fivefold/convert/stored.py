@@ -187,7 +187,7 @@ def _linear_attention(files: Tensors, model: ModelConfig, name: str, place: Stor
         return place
     before, apart = place.names[0].rpartition(ours)[0], files.apart[ours]
     of_parts = [sizes.groups * width for width in widths]
-    first = 1 + len(of_parts) - len(apart)  # so many are one there
+    first = 1 + len(of_parts) - len(apart)  # that many parts are one tensor there
     return replace(
         place,
         names=tuple(f"{before}{part}weight" for part in apart),

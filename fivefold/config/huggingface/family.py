@@ -1,4 +1,4 @@
-"""What a family of Hugging Face's models is: a record, of which all else follows."""
+"""A family of Hugging Face models: one record from which everything else follows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Families that are not read, and what of them no model here can have."""
+"""Families that cannot be read, and the features that no model here can have."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -33,7 +33,7 @@ Settings = dict[str, Any]
 
 
 def no_biases(reader: Reader) -> Settings:
-    """Of families without the fields, or where one would affect attention alone."""
+    """For families without the fields, or where one would affect attention only."""
     reader.fixed("attention_bias", False)
     reader.fixed("mlp_bias", False)
     return {}
@@ -55,14 +55,13 @@ def both_biases(reader: Reader, default: bool = False) -> Settings:
 
 
 def qkv_biases(default: bool) -> Callable[[Reader], Settings]:
-    """Of families whose attention_bias means queries, keys and values, without the output."""
+    """For families whose attention_bias means queries, keys and values, without the output."""
     return lambda reader: {"add_qkv_bias": reader.flag("attention_bias", default)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLike:
-    """What a family has of what differs among Llama's relatives, and what it takes absent fields
-    for.
+    """A relative of Llama: how it differs, and its defaults for absent fields.
 
     Attributes:
         num_key_value_heads: key/value heads; None: as many as query heads.
@@ -179,7 +178,7 @@ def activation(reader: Reader, name: str, default: str, own: tuple[str, ...] = (
 def refuse_head_dim(
     reader: Reader, model: ModelConfig, why: str = "hidden_size / num_attention_heads"
 ) -> None:
-    """Report heads that together have not the features of a hidden state."""
+    """Report heads that together do not have the features of a hidden state."""
     usual = model.hidden_size // model.num_attention_heads
     if model.head_dim != usual:
         reader.unsupported("head_dim", model.head_dim, [usual], why)

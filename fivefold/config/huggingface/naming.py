@@ -1,4 +1,4 @@
-"""Says what is wrong with an architecture in the words of the config.json that describes it."""
+"""Reports mistakes of an architecture in the words of the config.json that describes it."""
 
 import re
 from collections.abc import Collection, Mapping

@@ -38,7 +38,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
             f"norm_placement {model.norm_placement} has no norms before them",
             works=["--no-parallel-residual", "--norm-placement both"],
         )
-    if not any(SETTINGS[name].kind is int for name in out_of_range):  # by which these divide
+    if not any(SETTINGS[name].kind is int for name in out_of_range):  # the checks divide by these
         _check_heads(model, mistakes)
         _check_experts(model, mistakes)
     _check_latents(model, mistakes)

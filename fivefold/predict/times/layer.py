@@ -153,7 +153,7 @@ class LayerTimes(OperationTimes):
         plain, whole = self._sum(kind, "all", lambda op: True), Times()
         if modules != () and self.memory.tiled_mlp_num_shards > 1:
             whole = self._sum(kind, "tiled", lambda op: self._running.tiles(op.rerun_by))
-            # What tiles compute is never deferred.
+            # The dW of recomputed tiles is never deferred.
             plain += Times(compute=Phases(0.0, whole.compute.dw, -whole.compute.dw))
         if modules is None:
             return plain + repeated(plain) + repeated(whole)

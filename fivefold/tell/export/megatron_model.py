@@ -50,13 +50,13 @@ def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
         yield from flags(said, "window_attn_skip_freq")
     if model.position_embedding_type == "rope":
         yield from set_flag("rotary_base", round(said["rotary_base"]))
-        latent = said["multi_latent_attention"]  # whose default is another, and which alone has two
+        latent = said["multi_latent_attention"]  # has two bases, and another default
         its = latent and said["rope_type"] == "yarn"
         yield from flag("rope-type", "yarn" if its else "rope")
         if said["rotary_percent"] != 1.0:
             yield from flags(said, "rotary_percent")
         yield from flags(said, "rotary_interleaved")
-        if said["no_rope_freq"] is not None:  # a number must divide the layers there
+        if said["no_rope_freq"] is not None:  # there a number must divide the layers
             without = [not model.rotates(layer) for layer in range(model.num_layers)]
             yield from flag("no-rope-freq", runs(without))
         if model.use_rope_scaling:
@@ -88,7 +88,7 @@ def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
     squared = (model.activation_func, model.gated_linear_unit) == ("squared_relu", False)
     yield from set_flag("squared_relu", squared)
     exact = model.activation_func == "gelu" and model.add_bias_linear
-    if exact or _has_tanh(model):  # as its fusion is on or off
+    if exact or _has_tanh(model):  # its fusion decides between them
         said.mention("activation_func")
     unfused = not said["bias_gelu_fusion"] and not _has_tanh(model)
     yield from set_flag("no_bias_gelu_fusion", exact or squared or unfused)

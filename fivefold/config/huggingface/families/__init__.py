@@ -1,5 +1,5 @@
-"""All families of which models are read: a record each, in the order in which a config.json is
-sought that can say what a model is."""
+"""All model families that can be read: one record each, in the order in which a config.json that
+can describe a model is sought."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -279,7 +279,8 @@ def _falcon(reader: Reader) -> ModelConfig:
 
 
 def _write_falcon(model: ModelConfig) -> Fields:
-    """Only its newer layers have several key heads, or two norms side by side."""
+    """Write Falcon's fields; only its newer layers have several key heads, or two norms side by
+    side."""
     one, side_by_side = model.parallel_residual_one_norm, model.parallel_residual
     few = model.num_kv_heads in (1, model.num_attention_heads)
     newer = side_by_side and not (one and few)

@@ -70,7 +70,7 @@ def _write_olmo3(model: ModelConfig) -> Fields:
 
 
 def _olmoe(reader: Reader) -> ModelConfig:
-    """OLMoE: experts in every layer, whose weights are those of a softmax over all of them."""
+    """OLMoE: experts in every layer, weighted by a softmax over all of them."""
     return replace(_mixture(reader, _OLMOE, experts=64, chosen=8), clip_qkv=_bound(reader))
 
 
