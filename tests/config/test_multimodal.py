@@ -194,7 +194,7 @@ def test_the_text_model_alone_has_a_file_of_its_own(case: str) -> None:
         (text_like("gemma3", final_logit_softcapping=30.0), "caps logits of the text model alone"),
         (text_like("llava", model_type="gpt2"), 'text_config.model_type = "gpt2"'),
         (fields_like("llava", vocab_size=99), "vocab_size = 99 and text_config.vocab_size = 100"),
-        (text_like("mistral3", hidden_act="relu"), 'text_config.hidden_act = "relu"'),
+        (text_like("mistral3", hidden_act="mish"), 'text_config.hidden_act = "mish"'),
         (text_like("qwen2_vl", head_dim=12), "text_config.head_dim = 12"),
         (text_like("qwen3_vl", use_sliding_window=True), "text_config.use_sliding_window = true"),
         (fields_like("qwen2_vl", hidden_size=16), "hidden_size = 16 and text_config.hidden_size"),
