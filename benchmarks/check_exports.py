@@ -200,6 +200,7 @@ def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
     width = ELEMENT_BYTES[values["precision"]]
     values["min_offloaded_tensor_size"] = -(-values["min_offloaded_tensor_size"] // width)
     values["add_qkv_bias"] = model.qkv_bias
+    values["attention_out_bias"], values["mlp_bias"] = model.output_bias, model.inner_bias
     values["qk_layernorm"] = model.qk_layernorm or model.multi_latent_attention
     values["num_query_groups"] = model.num_query_groups
     values["mtp_num_layers"] = model.mtp_num_layers or None
@@ -401,7 +402,7 @@ def _compare_model(theirs: Any, model: ModelConfig, formats: tuple[str | None, .
         }
     else:
         size = attention.head_dim or theirs.dim // attention.n_heads
-        found |= {"num_kv_heads": attention.n_kv_heads, "head_dim": size}
+        found |= {"num_kv_heads": attention.n_kv_heads or attention.n_heads, "head_dim": size}
         found["qk_layernorm"] = getattr(attention, "qk_norm", None) is not None
     if last.moe:
         router, experts = last.moe.router, last.moe.routed_experts.inner_experts

@@ -76,7 +76,9 @@ def registered(defaults: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any
             if hasattr(config, "model_spec"):
                 its = settings_of(config)
                 values = {n: v for n, v in its.items() if v != defaults.get(n, "none")}
-                yield name, {"module": module, **_of_model(config.model_spec), "values": values}
+                data = type(config.dataloader).__qualname__.partition(".")[0]
+                of_model = _of_model(config.model_spec)
+                yield name, {"module": module, **of_model, "data": data, "values": values}
 
 
 def _of_model(spec: Any) -> dict[str, Any]:
@@ -86,8 +88,12 @@ def _of_model(spec: Any) -> dict[str, Any]:
     layers = spec.model.layers
     attention = type(layers[-1].attention.inner_attention).__qualname__
     linear = {type(part).__qualname__ for _, part, *_ in spec.model.traverse(Linear.Config)}
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    sends = {type(d).__qualname__ for _, d, *_ in spec.model.traverse(LocalTokenDispatcher.Config)}
     return {
         "flavour": spec.flavor,
+        "dispatcher": "".join(sorted(sends)).partition(".")[0],
         "attention": attention.partition(".")[0],
         "linear": sorted(name.partition(".")[0] for name in linear),
         "predictions": len(getattr(spec.model, "mtp_layers", None) or ()),

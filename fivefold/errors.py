@@ -190,3 +190,14 @@ def shown(value: Any) -> str:
         return short.repr(value)
     except ValueError:  # a number of more digits than Python prints
         return f"a {type(value).__name__} with a number of thousands of digits"
+
+
+def json_kind(value: Any) -> str:
+    """The kind of a value read from JSON or a table, in words for a message.
+
+    >>> json_kind(3), json_kind([1]), json_kind(None)
+    ('a number', 'a list', 'null')
+    """
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    kinds |= {int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), f"of the type {type(value).__name__}")

@@ -26,7 +26,7 @@ except ImportError:
 
 T = TypeVar("T")
 
-_REFUSED = (  # by the system, whatever the program does
+_REFUSED = (  # errors by which the system refuses, whatever the program does
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE),
     *(errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
 )
@@ -72,7 +72,7 @@ def temporary_path(target: Path) -> Path:
 def temporary_paths(folder: Path, pattern: str) -> list[Path]:
     """Files in a folder that have names of `temporary_path`, for targets whose names match.
 
-    Each is either being written, or left by a process that was killed.
+    Each is being written, or was left by a process that was killed.
     """
     return [*folder.glob(f".tmp-{'[0-9a-f]' * 8}-{pattern}")]
 
@@ -94,8 +94,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 
 def _is_stream(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a device, a pipe or, like /dev/stdout and /dev/fd/3, a file that is already
-    open."""
+    """Whether this is a device, a pipe or, like /dev/stdout and /dev/fd/3, an open file."""
     place = Path(path)
     if place.is_symlink() and place.parent.resolve().parts[:2] in (("/", "dev"), ("/", "proc")):
         return True
@@ -119,7 +118,7 @@ def disk_full(
     needed: int | None = None,
     goes_on: str = "",
 ) -> Mistake:
-    """The message for a full disk: the bytes needed and free, and what helps.
+    """The message for a full disk: the bytes needed and free, or that no further file fits.
 
     Args:
         what: description of the failure, such as "saving step 3 failed".
@@ -138,6 +137,9 @@ def disk_full(
     if limited:
         lines.append(f"no file may have more than {limit:,} bytes (ulimit -f)")
     remedy = "free space there, or a higher limit" if limited else "free space there"
+    if folder is not None and (inodes := _system_at(folder)).f_files and not inodes.f_favail:
+        lines.append(f"no further file, of whatever size: {inodes.f_files:,} are there (df -i)")
+        remedy = "fewer files there"
     attempt = f"{remedy}, then the same command{goes_on}"
     return Mistake(f"disk full: {what}", tuple(lines), attempt=attempt)
 
@@ -161,7 +163,7 @@ def telling_system_errors(
         cause = full or problem
         if not isinstance(cause, OSError):
             raise
-        names = (cause.filename2, cause.filename)  # of a renaming, what it was to become
+        names = (cause.filename2, cause.filename)  # of a rename, the new name first
         named = next((name for name in names if isinstance(name, str | os.PathLike)), None)
         if full is None:
             nowhere = cause.errno == errno.ENOENT and named is not None and os.path.islink(named)
@@ -204,12 +206,17 @@ def free_bytes(path: str | os.PathLike[str]) -> int | None:
 
     None if the file system does not tell it.
     """
+    system = _system_at(path)
+    blocks = system.f_bfree if os.geteuid() == 0 else system.f_bavail
+    return blocks * system.f_frsize if system.f_blocks else None
+
+
+def _system_at(path: str | os.PathLike[str]) -> os.statvfs_result:
+    """What the file system at a path, which need not exist yet, says of itself."""
     place = Path(path).absolute()
     while not place.exists():
         place = place.parent
-    system = os.statvfs(place)
-    blocks = system.f_bfree if os.geteuid() == 0 else system.f_bavail
-    return blocks * system.f_frsize if system.f_blocks else None
+    return os.statvfs(place)
 
 
 def at_home(path: str | os.PathLike[str], error: type[FivefoldError] = FivefoldError) -> Path:
@@ -306,20 +313,8 @@ def parse_json(
         raise error(f"{source} is not JSON: {_half_pair(text) or problem}") from None
 
 
-def json_kind(value: Any) -> str:
-    """The kind of a value read from JSON or a table, in words for a message.
-
-    >>> json_kind(3), json_kind([1]), json_kind(None)
-    ('a number', 'a list', 'null')
-    """
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
-    kinds |= {int: "a number", float: "a number", type(None): "null"}
-    return kinds.get(type(value), f"of the type {type(value).__name__}")
-
-
 def _half_pair(text: str) -> str | None:
-    """The message that an escape is half of a surrogate pair, which Python writes and JSON readers
-    refuse."""
+    """The message for an escaped half of a surrogate pair: Python writes it, JSON forbids it."""
     pair_or_other = r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\[^u]"
     half = re.search(r"\\u[dD][89a-fA-F]..", re.sub(pair_or_other, "", text))
     return half and f"{half[0]} is half of a surrogate pair, which is no character"

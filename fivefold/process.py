@@ -136,7 +136,12 @@ def die_with_parent(parent: int) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Exit as `sys.exit` does, but leave all memory to the system, unless a thread still works."""
+    """Exit as `sys.exit` does, but leave all memory to the system, unless a thread still works.
+
+    What there is to say has been said: Ctrl-C now ends the process at once, without a traceback.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if threading.active_count() > 1:
         sys.exit(status)
     # Not `gc.freeze`, which is as fast: extensions such as Triton's then report leaks.

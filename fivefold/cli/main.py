@@ -7,6 +7,7 @@ and `run(argv) -> status`. If `Options` has a field `recipe`, every setting of a
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import MappingProxyType
 from typing import NoReturn
@@ -41,7 +42,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "eval": "compute the loss of a checkpoint over validation sets, in any layout",
         "sample": "continue a prompt with a trained model",
         "convert": "convert weights between runs and Hugging Face, Megatron-core or PEFT",
-        "translate": "translate a job of Megatron-LM or DeepSpeed into a recipe",
+        "translate": "translate a job of Megatron-LM, DeepSpeed or torchtitan into a recipe",
         "data": "tokenise a recipe's corpus and count its tokens",
         "doctor": "show what this machine can do",
         "completion": "let bash, zsh or fish complete commands, flags and recipes",
@@ -54,7 +55,10 @@ MEANT_VERBS = {
         ("sample", "generate chat predict infer inference"),
         ("eval", "evaluate validate test benchmark"),
         ("convert", "export import merge merge-weights"),
-        ("translate", "from-megatron megatron from-deepspeed deepspeed migrate port"),
+        (
+            "translate",
+            "from-megatron megatron from-deepspeed deepspeed from-torchtitan torchtitan port",
+        ),
         ("data", "tokenize tokenise preprocess preprocess-data prepare prepare-data"),
         ("plan", "estimate estimate-memory memory search"),
         ("doctor", "env info check"),
@@ -89,8 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except FivefoldError as error:
         if _tells(error):
-            # In one piece, so that ranks that fail at the same time do not mix their lines.
-            sys.stderr.write(f"{paint('error:', 'red', sys.stderr)} {error}\n")
+            # In one piece, so that ranks that fail at the same time do not mix their lines; where
+            # nobody can read it, the status still tells.
+            with suppress(OSError):
+                sys.stderr.write(f"{paint('error:', 'red', sys.stderr)} {error}\n")
         return error.status
     except KeyboardInterrupt:
         return 130
@@ -186,8 +192,8 @@ def _overview() -> str:
             "",
             *listed([(f"  {verb}", summary) for verb, summary in VERBS.items()]),
             "",
-            "fivefold help COMMAND shows its flags, fivefold help FLAG one flag,",
-            "fivefold help WORD all that match it, such as fivefold help muon.",
+            "fivefold help COMMAND shows its flags, help FLAG one flag,",
+            "help WORD all that match it, such as fivefold help muon.",
             "fivefold --version",
             "try: fivefold train demo --nproc 4",
         ]

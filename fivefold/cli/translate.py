@@ -1,4 +1,4 @@
-"""`fivefold translate`: turn a job of Megatron-LM or DeepSpeed into a recipe."""
+"""`fivefold translate`: turn a job of Megatron-LM, DeepSpeed or torchtitan into a recipe."""
 
 import os
 import shlex
@@ -23,6 +23,10 @@ from fivefold.config.megatron_job.settings import translate as translate_job
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import Count, argument, changed, option
 from fivefold.config.sources import load_options, read_config, to_toml
+from fivefold.config.torchtitan_job.file import is_text_of_torchtitan, read_text_of_torchtitan
+from fivefold.config.torchtitan_job.job import TitanJob
+from fivefold.config.torchtitan_job.saved import job_of_saved, saved_settings
+from fivefold.config.torchtitan_job.settings import translate as translate_titan
 from fivefold.config.translation import Translation
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import read_text, write_atomic
@@ -32,7 +36,7 @@ from fivefold.units import several
 
 @dataclass(frozen=True)
 class Options:
-    """Translate a job of Megatron-LM, or the JSON settings of DeepSpeed, into a recipe.
+    """Translate a job of Megatron-LM or torchtitan, or DeepSpeed's JSON settings, into a recipe.
 
     The recipe has the same model, layout, batch, learning rates and data. Missing arguments get
     that trainer's defaults. Arguments without a counterpart are printed, and written into the
@@ -40,21 +44,28 @@ class Options:
     """
 
     source: str = argument(
-        "Megatron-LM: the job's script, command line, log or checkpoint, - for input; "
-        "DeepSpeed: its JSON file, with --model"
+        "Megatron-LM: the job's script, command line, log or checkpoint, - for input; torchtitan: "
+        "its TOML file, script, command line, log or saved settings; DeepSpeed: its JSON file, "
+        "with --model"
     )
     target: str | None = argument("recipe to write (default: print it)", None)
     vocab_size: Count | None = option(
         None, "tokens of the tokenizer, if the job does not give them"
     )
     script_arguments: str | None = option(
-        None, "Megatron-LM: arguments of the job's script, as one text (default: none)"
+        None,
+        "Megatron-LM, torchtitan: arguments of the job's script, as one text; of a TOML file, "
+        "flags that change it (default: none)",
     )
     model: str | None = option(
-        None, "DeepSpeed: preset, hub name, or path of a config.json (its files name no model)"
+        None,
+        "DeepSpeed, whose files name no model, or torchtitan: preset, hub name, or path of a "
+        "config.json (default: torchtitan's own)",
     )
     nproc: Count | None = option(
-        None, "DeepSpeed: number of ranks (default: derived from its batch sizes)"
+        None,
+        "DeepSpeed, torchtitan: number of ranks (default: derived from batch sizes, or degrees and "
+        "launcher)",
     )
 
 
@@ -67,6 +78,7 @@ def run(argv: Sequence[str]) -> int:
     refused = _refused(config, ranks)
     recipe = "\n".join([*_header(found, refused), "", to_toml(config, changes_only=True)])
     stem = "job" if options.source == "-" else Path(options.source).stem
+    stem += "-recipe" * (Path(options.source).suffix == ".toml")
     target = options.target or f"{stem}.toml"
     if options.target is None:
         print(recipe, end="")
@@ -101,10 +113,27 @@ def _translated(options: Options) -> Translation:
         _check_unasked(options, "model", "nproc")
         return translate_job(_of_checkpoint(path), options.vocab_size)
     text = sys.stdin.read() if options.source == "-" else read_text(path, ConfigError)
-    if not text.lstrip().startswith("{"):
-        _check_unasked(options, "model", "nproc")
-        return translate_job(read_job(text, _around(options, path)), options.vocab_size)
-    _check_unasked(options, "vocab_size", "script_arguments")
+    if (saved := saved_settings(text)) is not None:
+        _check_unasked(options, "vocab_size", "script_arguments")
+        return _of_torchtitan(job_of_saved(saved), options)
+    if text.lstrip().startswith("{"):
+        _check_unasked(options, "vocab_size", "script_arguments")
+        return _of_deepspeed(text, options)
+    if is_text_of_torchtitan(text, path.name):
+        _check_unasked(options, "vocab_size")
+        job = read_text_of_torchtitan(text, str(path), _around(options, path))
+        return _of_torchtitan(job, options)
+    _check_unasked(options, "model", "nproc")
+    return translate_job(read_job(text, _around(options, path)), options.vocab_size)
+
+
+def _of_torchtitan(job: TitanJob, options: Options) -> Translation:
+    found = translate_titan(job, options.nproc, options.model is not None)
+    given = {} if options.model is None else {"model": options.model}
+    return replace(found, values=given | found.values)
+
+
+def _of_deepspeed(text: str, options: Options) -> Translation:
     mistakes = Mistakes()
     if options.model is None:
         mistakes.add(

@@ -1,4 +1,4 @@
-"""What settings of other trainers are here."""
+"""What settings of other trainers mean here."""
 
 import tomllib
 from collections.abc import Collection, Mapping
@@ -33,7 +33,8 @@ class Foreign:
 
 @cache
 def foreign_settings() -> Mapping[str, Foreign]:
-    """All that are known, by name with underscores; a name that ends with one begins others."""
+    """All known settings by name, with underscores; a name that ends with one stands for all that
+    begin so."""
     tables = tomllib.loads(files(__package__).joinpath("foreign.toml").read_text(encoding="utf-8"))
     return MappingProxyType(
         {
@@ -51,7 +52,7 @@ def _read(row: str, idle: bool) -> Foreign:
 
 
 def foreign(name: str) -> Foreign:
-    """What a setting of another trainer is here; it says nothing if that is not known."""
+    """The meaning of another trainer's setting here; empty if it is not known."""
     known = foreign_settings()
     begins = (start for start in known if start.endswith("_") and name.startswith(start))
     return known.get(name) or known.get(max(begins, key=len, default=""), Foreign())

@@ -19,8 +19,8 @@ from typing import Any
 from fivefold.data.corpus import records
 from fivefold.data.paths import JSON_SUFFIXES, TABLE_SUFFIXES, kind
 from fivefold.data.template import BEGIN, END, ChatTemplate, Message, Span
-from fivefold.errors import DataError, Mistake, did_you_mean
-from fivefold.files import json_kind, parse_json
+from fivefold.errors import DataError, Mistake, did_you_mean, json_kind
+from fivefold.files import parse_json
 
 _FORMS = "messages | conversations | prompt and completion"
 _KEYS = frozenset({"messages", "conversations", "prompt", "completion", "tools", "system"})

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.data.borders import last_border
 from fivefold.data.paths import COMPRESSED, JSON_SUFFIXES, TABLE_SUFFIXES, kind
-from fivefold.errors import DataError, Mistake, did_you_mean
-from fivefold.files import json_kind, parse_json
+from fivefold.errors import DataError, Mistake, did_you_mean, json_kind
+from fivefold.files import parse_json
 
 if TYPE_CHECKING:
     from pyarrow import DataType, RecordBatch, Schema

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fivefold.checkpoint.folder import CheckpointFolder
 from fivefold.checkpoint.local import latest_complete
 from fivefold.config.config import Config
 from fivefold.config.sources import to_toml
@@ -31,7 +32,7 @@ from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
 from fivefold.train.folder.lock import FolderInUse, RunLock, claim
 from fivefold.train.folder.origin import Origin, find_origin, is_finished
-from fivefold.train.folder.run_folder import RunFolder, new_run_path
+from fivefold.train.folder.run_folder import CHECKPOINTS, RunFolder, new_run_path
 from fivefold.train.folder.side_files import keep_side_files
 from fivefold.train.health.watchdog import Watchdog
 from fivefold.train.health.witness import mark_work
@@ -90,8 +91,7 @@ def train(
         origin = _find_origin(config, lock, again=False)
         job = Job(layout, name, lock.folder, origin, chosen, threads, bindings, lock)
         if is_finished(job.origin, config):
-            remove_left_states(job, RunFolder(job.path))
-            print(_nothing_to_do(job))
+            _tell_finished(job, lock)
             return End(0)
         with lock.beating():
             job = replace(job, data=_open_data(job, print))
@@ -176,9 +176,8 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
         job = Job(layout, name, path, origin, chosen, threads, bindings, lock, hosts=hosts)
         if not is_finished(origin, config):
             run_rank(job, env, device)
-        elif env.rank == 0:
-            remove_left_states(job, RunFolder(job.path))
-            print(_nothing_to_do(job))
+        elif lock is not None:
+            _tell_finished(job, lock)
     return 0
 
 
@@ -212,7 +211,7 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
                 remove_left_states(job, folder)
         except (FivefoldError, OSError):
             if lock is not None:
-                lock.check()  # what a vanished folder brought about
+                lock.check()  # raises the cause if the run folder has vanished
             raise
         finally:
             trainer.loader.close()
@@ -277,12 +276,17 @@ def _open_data(job: Job, progress: Progress) -> PreparedData:
     return open_data(job.layout.config, progress, known)
 
 
-def _nothing_to_do(job: Job) -> str:
-    training = job.layout.config.training
+def _tell_finished(job: Job, lock: RunLock) -> None:
+    """Say that nothing is left to do, and remove what a start that was killed as it ended left."""
+    folder, training = RunFolder(job.path), job.layout.config.training
+    if (kept := folder.path / CHECKPOINTS).is_dir():  # else another run's steps are done
+        lock.begin()  # else it would leave the file of a dead owner as it was
+        CheckpointFolder(kept).clear()
+    remove_left_states(job, folder)
     steps = training.num_steps
     what = f"{job.path} has done its {several(steps, 'step')}: nothing is left to do"
     further = f"{training.lasting(2 * steps)} to go on, or another --save to train anew"
-    return str(Mistake(what, attempt=further))
+    print(Mistake(what, attempt=further))
 
 
 def _begin(
@@ -335,7 +339,7 @@ def _open_console(job: Job, device: torch.device) -> Console:
     rows = [*describe(job.layout), kind, threads]
     if job.bindings:
         mode = job.layout.config.training.numa_binding
-        memory = prefer_memory(job.bindings[0].node)  # as this rank has already done
+        memory = prefer_memory(job.bindings[0].node)  # already applied on this rank
         rows.append(("NUMA binding", f"{mode}", f"{described(job.bindings)}; {memory}"))
     console.banner(f"fivefold train {job.name}", rows)
     if device.type == "cuda":

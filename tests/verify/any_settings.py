@@ -1,6 +1,6 @@
 """Settings drawn at random until `check` agrees: what nobody thought of together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -77,6 +77,7 @@ SOME: dict[str, tuple[Any, ...]] = {
     "lora_rank": (2,),
     "lora_dropout": (0.3,),
     "hidden_dropout": (0.1,),
+    "embedding_dropout": (0.1,),
     "attention_dropout": (0.1,),
     "window_size": (3,),
     "window_attn_skip_freq": ("2",),
@@ -90,6 +91,8 @@ SOME: dict[str, tuple[Any, ...]] = {
     "v_channels": (5,),
     "value_multiplier": (0.7,),
     "layer_scalar": (0.6,),
+    "clip_qkv": (0.3,),
+    "position_embedding_offset": (2,),
     "embedding_multiplier": (3.0,),
     "residual_multiplier": (0.3,),
     "logits_scaling": (0.7,),
@@ -147,13 +150,17 @@ CHOICES = dict(_choices())
 assert set(SOME) | LEFT_OUT <= set(SETTINGS)
 
 
-def draw(random: Random, layout_of: Callable[[dict[str, Any]], Layout]) -> dict[str, Any]:
+def draw(
+    random: Random,
+    layout_of: Callable[[dict[str, Any]], Layout],
+    among: Sequence[str] = sorted(CHOICES),
+) -> dict[str, Any]:
     """Some 4 to 14 settings that go together: each draw is of one to three of them, and stays if
     `layout_of` raises no ConfigError."""
     drawn: dict[str, Any] = {}
     wanted = random.randint(4, 14)
     for _ in range(20 * wanted):
-        names = random.sample(sorted(CHOICES), random.choice((1, 1, 2, 3)))
+        names = random.sample(among, random.choice((1, 1, 2, 3)))
         more = drawn | {name: random.choice(CHOICES[name]) for name in names}
         try:
             layout_of(more)

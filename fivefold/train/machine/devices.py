@@ -75,12 +75,22 @@ def _asked_apart(question: Callable[[], T], otherwise: T) -> T:
     """
     import torch
 
+    from fivefold.train.ranks.children import leave_signals_to_parent
+    from fivefold.train.ranks.signals import held_back
+
     if not torch.backends.cuda.is_built():
         return otherwise
     context = get_context("fork")
     reading, writing = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: writing.send(question()))
-    child.start()
+    parent = os.getpid()
+
+    def answers() -> None:
+        leave_signals_to_parent(parent)
+        writing.send(question())
+
+    child = context.Process(target=answers)
+    with held_back():
+        child.start()
     writing.close()
     try:
         answer: T = reading.recv()

@@ -24,13 +24,13 @@ from fivefold.train.ranks import failures
 from fivefold.train.ranks.failures import Failure
 from fivefold.train.ranks.meeting import INTERFACES
 from fivefold.train.ranks.rank_env import RankEnv
-from fivefold.train.ranks.signals import STOP_SIGNALS
+from fivefold.train.ranks.signals import STOP_SIGNALS, held_back
 
 Worker = Callable[[RankEnv], int | None]
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
-DONE = b"done"  # the report of a rank whose work is done
+DONE = b"done"  # reports that a rank's work is done
 
 
 @dataclass
@@ -69,12 +69,13 @@ class Child:
 
 
 def leave_signals_to_parent(parent: int) -> None:
-    """Follow process `parent`, which forked this one: end when it ends, and heed only its signals,
-    since a terminal sends Ctrl-C to the whole process group."""
+    """Follow process `parent`, which forked this one while signals were `held_back`: end when it
+    ends, and heed only its signals, since a terminal sends Ctrl-C to the whole process group."""
     die_with_parent(parent)
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def import_what_ranks_import() -> None:
@@ -92,27 +93,24 @@ def fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int 
     sys.stderr.flush()
     reports_in, reports_out = os.pipe()
     parent = os.getpid()
-    # Signals wait until the child has its own handlers: the inherited ones would swallow them.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    # The parent's garbage is not to be collected in the child, where it may wait for threads that
-    # are not there. Python's own hooks of a fork could begin to, before the child freezes it.
+    # Do not collect the parent's garbage in the child, where it may wait for threads that are gone;
+    # Python's own fork hooks could do so before the child freezes it.
     collects = gc.isenabled()
-    gc.disable()
-    pid = os.fork()
-    if pid == 0:
-        gc.freeze()
-    if collects:
-        gc.enable()
-    if pid == 0:
-        status = 1
-        try:
-            _become_rank(env, parent, threads)
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-            status = _run_worker(worker, env, reports_out, errors_folder)
-        finally:
-            # Not sys.exit: the frames and exit handlers of the parent must not run here.
-            os._exit(status)
-    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    with held_back():
+        gc.disable()
+        pid = os.fork()
+        if pid == 0:
+            gc.freeze()
+        if collects:
+            gc.enable()
+        if pid == 0:
+            status = 1
+            try:
+                _become_rank(env, parent, threads)
+                status = _run_worker(worker, env, reports_out, errors_folder)
+            finally:
+                # Not sys.exit: the frames and exit handlers of the parent must not run here.
+                os._exit(status)
     os.close(reports_out)
     os.set_blocking(reports_in, False)
     return Child(env.rank, pid, reports_in)
@@ -124,7 +122,7 @@ def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
     os.environ.update(env.variables)
     # Gloo would look the host's name up, which fails on many laptops.
     os.environ.setdefault(INTERFACES, "lo" if sys.platform == "linux" else "lo0")
-    if said_in(os.environ):  # as with torchrun, what the user set is per rank
+    if said_in(os.environ):  # as under torchrun, a user's value is per rank
         threads = torch.get_num_threads()
     threads = threads or max(1, torch.get_num_threads() // env.world_size)
     if said_in(os.environ) != "OMP_NUM_THREADS":

@@ -1,5 +1,6 @@
 """What asks a run to stop: Ctrl-C, a scheduler before its time limit, the launcher, a duration."""
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -21,18 +22,43 @@ def passed_on(signum: int) -> int:
 
 @contextmanager
 def leaving_in_order() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 raise SystemExit in the block, so that locks and files are released."""
+    """SIGTERM and SIGUSR1 raise SystemExit in the block, so that locks and files are released.
+
+    Ctrl-C raises KeyboardInterrupt, as it does anyway, but only once where it is delivered twice:
+    the second would end what the first has begun to clean up.
+    """
+    pressed = -math.inf
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
+        nonlocal pressed
+        if signum != signal.SIGINT:
+            raise SystemExit(128 + signum)
+        before, pressed = pressed, time.monotonic()
+        if pressed - before > SAME_PRESS_SECONDS:
+            raise KeyboardInterrupt
 
-    noticed = [s for s in LEAVE_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
+    signums = (*LEAVE_SIGNALS, signal.SIGINT)
+    noticed = [s for s in signums if signal.getsignal(s) != signal.SIG_IGN]
     previous = {signum: signal.signal(signum, leave) for signum in noticed}
     try:
         yield
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """`STOP_SIGNALS` wait for the end of the block, in which a process is forked.
+
+    The child would inherit handlers that swallow them, until it has its own and lets them through
+    (`children.leave_signals_to_parent`); what Python itself does around a fork swallows exceptions.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def leave_at_once() -> None:
