@@ -93,8 +93,6 @@ class _NewGradients:
 class _Walk:
     """The points of a backward at which memory may peak, in order.
 
-    One class because every point of a walk reads the same route and the same passage.
-
     Attributes:
         route: what it meets.
         passage: what becomes of gradients and of copies of weights; where it only makes weight
