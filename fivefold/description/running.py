@@ -42,8 +42,7 @@ class Running:
         whole_logits: whether every tensor-parallel rank holds the logits of the whole vocabulary.
         narrow_loss: whether an unfused loss works in the compute dtype, on tensors of its own.
         memory: settings of recomputation, offloading and fusion.
-        microbatch_tokens: tokens that pass a layer at once on this rank, before sequence
-            parallelism splits them; decides which tensors are too small to be offloaded.
+        microbatch_tokens: tokens that pass a layer at once, before sequence parallelism cuts them.
         microbatch_rows: sequences that pass a layer at once on this rank.
         latents_kept: whether attention keeps latents, not keys and values: one entry for all
             layers, or one per layer, repeated; empty: never.

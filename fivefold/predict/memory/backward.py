@@ -33,10 +33,65 @@ def backward_points(
 
 
 @dataclass(frozen=True)
+class _NewGradients:
+    """Bytes of new gradients of a stage's weights, some of which wait for others.
+
+    Attributes:
+        route: what a backward meets in the stage.
+        passage: what becomes of gradients.
+    """
+
+    route: Route
+    passage: Passage
+
+    @cached_property
+    def of_head(self) -> float:
+        """Bytes of the output layer's new gradient."""
+        route = self.route
+        fused = route.running.memory.makes_logits_again
+        fresh = route.policy.fresh if fused else self.passage.fresh
+        return route.stage.head * route.vocabulary * fresh
+
+    @property
+    def fresh(self) -> float:
+        """Bytes of a new gradient of a linear layer within a stage."""
+        return 0.0 if self.route.policy.placeholder else self.passage.fresh
+
+    @property
+    def waiting(self) -> float:
+        """Bytes of this gradient that are kept whole until the ends of the stage are reduced; that
+        of a tied embedding until its other gradient exists."""
+        if self.passage.deferred:
+            return 0.0
+        if self.route.policy.reduces:
+            return self.of_head
+        return self.route.vocabulary * self.passage.tied(self.route.stage)
+
+    @property
+    def of_embedding(self) -> float:
+        """Bytes of the embedding's new gradient. To a sum, or to the gradient of an output layer
+        that is the same weight, rows are added as they are if it is as wide as fp32."""
+        route, policy, fresh = self.route, self.route.policy, self.passage.fresh
+        split = route.layout.grid.tp if policy.whole_embedding else 1
+        summed = self.passage.tied(route.stage) if fresh else policy.gradient
+        if summed:
+            fresh = summed * (summed < ELEMENT_BYTES["fp32"])
+        return route.vocabulary * split * fresh
+
+    def looked_up(self, place: int) -> float:
+        """Bytes of the embedding's that predictions behind a layer of the stage have made: it
+        waits, whole, until the ends are reduced. That of a tied table is added to the head's."""
+        route, passage = self.route, self.passage
+        model = route.layout.config.model
+        apart = model.untie_embeddings_and_output_weights and not passage.deferred
+        if not (apart and route.policy.reduces and place < max(route.predictions, default=-1)):
+            return 0.0
+        return route.vocabulary * passage.fresh
+
+
+@dataclass(frozen=True)
 class _Walk:
     """The points of a backward at which memory may peak, in order.
-
-    One class because every point of a walk reads the same route and the same passage.
 
     Attributes:
         route: what it meets.
@@ -48,48 +103,8 @@ class _Walk:
     passage: Passage
 
     @cached_property
-    def _of_head(self) -> float:
-        """Bytes of the output layer's new gradient."""
-        route = self.route
-        fused = route.running.memory.makes_logits_again
-        fresh = route.policy.fresh if fused else self.passage.fresh
-        return route.stage.head * route.vocabulary * fresh
-
-    @property
-    def _fresh(self) -> float:
-        """Bytes of a new gradient of a linear layer within a stage."""
-        return 0.0 if self.route.policy.placeholder else self.passage.fresh
-
-    @property
-    def _waiting(self) -> float:
-        """Bytes of this gradient that are kept whole until the ends of the stage are reduced; that
-        of a tied embedding until its other gradient exists."""
-        if self.passage.deferred:
-            return 0.0
-        if self.route.policy.reduces:
-            return self._of_head
-        return self.route.vocabulary * self.passage.tied(self.route.stage)
-
-    def _looked_up(self, place: int) -> float:
-        """Bytes of the embedding's new gradient that predictions behind a layer of the stage have
-        made: it waits, whole, until the ends are reduced. One of a tied table is added to."""
-        route, passage = self.route, self.passage
-        model = route.layout.config.model
-        apart = model.untie_embeddings_and_output_weights and not passage.deferred
-        if not (apart and route.policy.reduces and place < max(route.predictions, default=-1)):
-            return 0.0
-        return route.vocabulary * passage.fresh
-
-    @property
-    def _of_embedding(self) -> float:
-        """Bytes of the embedding's new gradient. To a sum, or to the gradient of an output layer
-        that is the same weight, rows are added as they are if it is as wide as fp32."""
-        route, policy, fresh = self.route, self.route.policy, self.passage.fresh
-        split = route.layout.grid.tp if policy.whole_embedding else 1
-        summed = self.passage.tied(route.stage) if fresh else policy.gradient
-        if summed:
-            fresh = summed * (summed < ELEMENT_BYTES["fp32"])
-        return route.vocabulary * split * fresh
+    def _new(self) -> "_NewGradients":
+        return _NewGradients(self.route, self.passage)
 
     def points(self) -> Iterator[ActPoint]:
         """The points at which memory may peak.
@@ -99,7 +114,7 @@ class _Walk:
         """
         route = self.route
         if route.stage.head:
-            yield from _at_head(route, self._of_head)
+            yield from _at_head(route, self._new.of_head)
         if route.policy.splits_copy and not self.passage.deferred:
             yield from gathers(route.copies, ActPoint("", communication=route.messages[0]))
         if route.numbers:
@@ -127,7 +142,7 @@ class _Walk:
         last = len(route.numbers) - 1
         sizes = (route.inward, route.outward)
         point, activated = (
-            each._replace(gradients=self._waiting + size * self._fresh)
+            each._replace(gradients=self._new.waiting + size * self._new.fresh)
             for each, size in zip(route.last_layer, sizes, strict=True)
         )
         yield from (point, activated)
@@ -135,7 +150,7 @@ class _Walk:
             again = ActPoint("the experts of the last layer, run again", loss=point.loss)
             remade = route.tokens * remade_at_once(route.running, route.layers)
             again = again._replace(remade=remade, communication=route.messages[3])
-            yield again._replace(gradients=self._waiting, resharded=point.resharded)
+            yield again._replace(gradients=self._new.waiting, resharded=point.resharded)
         for place, inside in route.states:
             own, experts = route.own_until_states(place), route.parts[place][0]
             apart = (experts,) if experts.size else ()
@@ -147,7 +162,8 @@ class _Walk:
             yield self._ended(inside, change, inside.resharded, place)
         if last:
             inside, size = route.first_layer
-            yield self._in_first(inside._replace(gradients=self._waiting + size * self._fresh))
+            fresh = self._new.waiting + size * self._new.fresh
+            yield self._in_first(inside._replace(gradients=fresh))
         if not route.policy.reduces:
             return
         yield from self._end_of(last, point)
@@ -160,7 +176,7 @@ class _Walk:
                 where = "the layer before the last"
                 read = each.read + route.read[last]
                 beside = each._replace(where=where, activations=activations, over=1, read=read)
-                gradients = after.gradients + each.gradients - self._waiting
+                gradients = after.gradients + each.gradients - self._new.waiting
                 change = after._replace(gradients=gradients)
                 gathered = route.copies_at(last - 1).but("ends", "experts", "rest", "beside")
                 yield self._ended(beside, change, gathered, last - 1)
@@ -173,7 +189,7 @@ class _Walk:
         no other is gathered beside it."""
         route = self.route
         change = self.passage.after(route.parts[1][1], *route.other_than(0))
-        change = change._replace(gradients=change.gradients + point.gradients - self._waiting)
+        change = change._replace(gradients=change.gradients + point.gradients - self._new.waiting)
         where = point.where.replace("last", "first")
         activations, over = point.activations - sum(route.kept[1:]), len(route.numbers) - 1
         read = point.read + sum(route.read[1:])
@@ -240,7 +256,7 @@ class _Walk:
         over = ActPoint("the embedding", -sum(route.kept), route.gone, done=True)
         over = over._replace(communication=route.messages[0], read=sum(route.read))
         if route.stage.embedding:
-            table = self._of_embedding
+            table = self._new.of_embedding
             after = Change(0.0, 0.0, 0.0)
             if blocks:
                 after = self.passage.after(route.parts[0][1], *blocks)
@@ -259,7 +275,7 @@ class _Walk:
         """The point after a change, with this many gathered bytes fewer, in the layer at a place
         of the stage; -1: before all layers."""
         gradients, made, resharded = change
-        gradients += self._waiting + self._looked_up(place)
+        gradients += self._new.waiting + self._new.looked_up(place)
         resharded += gathered
         return point._replace(gradients=gradients, made=made, resharded=resharded)
 

@@ -36,7 +36,9 @@ def trained_by(layout: Layout, operation: Operation) -> int:
 
 def tiled_sums(layout: Layout, layer: Layer, running: Running) -> float:
     """Bytes of the weight gradients that the tiles of an MLP accumulate, in at least fp32."""
-    tiled = [op for op in layer.mlp if running.tiles(op.rerun_by) and not op.frozen]
+    # Its last product is not run again, but its gradients are those of tiles, too.
+    tiles = any(running.tiles(op.rerun_by) for op in layer.mlp)
+    tiled = [op for op in layer.mlp if tiles and not op.frozen]
     sizes = (prod(weight.local(layout.grid.tp)) for op in tiled for weight in op.multiplied)
     return max(running.element_bytes, 4) * sum(sizes)
 
