@@ -1,8 +1,9 @@
 """What settings of other trainers are here."""
 
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
@@ -50,11 +51,18 @@ def _read(row: str, idle: bool) -> Foreign:
     return Foreign(tuple(filter(None, flags.split(" | "))), note, idle)
 
 
-def foreign(name: str) -> Foreign:
-    """What a setting of another trainer is here; it says nothing if that is not known."""
+def foreign(name: str, ours: Iterable[str] = ()) -> Foreign:
+    """What a setting of another trainer is here; it says nothing if that is not known.
+
+    Args:
+        name: its name, with underscores.
+        ours: names that there are here: one that is nearly so is one of them, mistyped.
+    """
     known = foreign_settings()
+    if name in known or get_close_matches(name, ours, 1, cutoff=0.85):
+        return known.get(name, Foreign())
     begins = (start for start in known if start.endswith("_") and name.startswith(start))
-    return known.get(name) or known.get(max(begins, key=len, default=""), Foreign())
+    return known.get(max(begins, key=len, default=""), Foreign())
 
 
 def name_of(flag: str) -> str:
