@@ -401,7 +401,7 @@ def _compare_model(theirs: Any, model: ModelConfig, formats: tuple[str | None, .
         }
     else:
         size = attention.head_dim or theirs.dim // attention.n_heads
-        found |= {"num_kv_heads": attention.n_kv_heads, "head_dim": size}
+        found |= {"num_kv_heads": attention.n_kv_heads or attention.n_heads, "head_dim": size}
         found["qk_layernorm"] = getattr(attention, "qk_norm", None) is not None
     if last.moe:
         router, experts = last.moe.router, last.moe.routed_experts.inner_experts

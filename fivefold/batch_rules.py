@@ -14,7 +14,8 @@ MAX_MICROBATCHES = 1 << 16  # per step; a program lists every one of them
 
 
 def count_microbatches(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> int:
-    """Microbatches of a step in each pipeline; adds what keeps batches from being whole ones."""
+    """Microbatches of a step in each pipeline; adds the reasons why batches are not whole
+    microbatches."""
     size, each = config.training.global_batch_size, config.training.micro_batch_size
     dp = parallel.data_parallel_size
     unit = each * dp
@@ -48,7 +49,7 @@ def count_microbatches(config: Config, parallel: ParallelConfig, mistakes: Mista
 
 
 def check_skipped_steps(training: TrainingConfig, mistakes: Mistakes) -> None:
-    """Add steps to skip that the run does not have."""
+    """Add skipped steps that the run does not have."""
     if not training.iterations_to_skip:
         return
     steps, last = training.num_steps, max(training.iterations_to_skip)
@@ -61,7 +62,7 @@ def check_skipped_steps(training: TrainingConfig, mistakes: Mistakes) -> None:
 
 
 def check_smaller_batches(layout: Layout, mistakes: Mistakes) -> None:
-    """Add what is wrong with the steps that come before those of the whole batch."""
+    """Add what is wrong with the smaller batches at the start of a run."""
     training, parallel = layout.config.training, layout.config.parallel
     if training.num_steps < 1:
         first = training.batch_sizes.at(0)

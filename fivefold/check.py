@@ -104,7 +104,8 @@ def _built(choice: str) -> tuple[str, ...]:
 def _check(
     config: Config, world_size: int, planned: bool, passes: Callable[[Config], bool]
 ) -> Layout:
-    """The work of `check`; `passes` tells which other configurations may be suggested."""
+    """The implementation of `check`; `passes` decides which other configurations may be
+    suggested."""
     mistakes = Mistakes()
     check_values(config, mistakes)
     if world_size < 1:
@@ -163,10 +164,8 @@ def _check(
 
 
 def _check_gathers(layout: Layout, mistakes: Mistakes) -> None:
-    """Add layers that would be freed by one half of a pair whose other still needs them.
-
-    And copies within a node that no further gather uses.
-    """
+    """Report layers that one half of a pair would free while the other half still needs them, and
+    copies within a node that no later gather uses."""
     parallel = layout.config.parallel
     if parallel.zero_hpz_partition_size > 1 and layout.gathers_once:
         mistakes.add(
@@ -191,7 +190,7 @@ def _check_gathers(layout: Layout, mistakes: Mistakes) -> None:
 
 
 def _check_in_flight_limit(layout: Layout, mistakes: Mistakes) -> None:
-    """Add a limit on what is held that no rank comes up to."""
+    """Report a limit on held microbatches that no rank reaches."""
     limit = layout.config.memory.recompute_in_flight_limit
     enough = layout.enough_microbatches
     if limit is None or layout.recomputed(enough):
@@ -234,7 +233,7 @@ def _as_flags(choice: str, layout: Layout, passes: Callable[[Config], bool]) -> 
 
 
 def _resolved(config: Config, parallel: ParallelConfig, world_size: int) -> Config:
-    """The configuration with inferred degrees, unless the ranks cannot be split at all."""
+    """The configuration with inferred degrees, if the ranks can be split at all."""
     product = prod(getattr(parallel, name) for name in DEGREES.values())
     return replace(config, parallel=parallel) if product == world_size else config
 
@@ -257,14 +256,14 @@ def _split(config: Config, parallel: ParallelConfig) -> Split:
 
 
 def lacking(config: Config) -> int:
-    """How many settings the trainer lacks, of a configuration with all its degrees."""
+    """Number of settings of a complete configuration that the trainer lacks."""
     mistakes = Mistakes()
     check_trained(config, config.parallel, mistakes)
     return mistakes.count
 
 
 def check_trained(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Refuse settings that the planner knows and the trainer cannot run.
+    """Refuse settings that can be planned but not trained.
 
     Args:
         config: configuration that is asked for.

@@ -1,4 +1,4 @@
-"""`python -m fivefold.docs`: write the pages of docs/reference that the code knows best."""
+"""`python -m fivefold.docs`: writes the pages of docs/reference that are generated from code."""
 
 from pathlib import Path
 

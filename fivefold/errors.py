@@ -50,7 +50,7 @@ class FivefoldError(Exception):
         super().__init__("\n".join(map(str, self.mistakes)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """An error that other ranks are sent is not made again from its text."""
+        """Lets an error be sent to other ranks without being rebuilt from its text."""
         return Exception.__new__, (type(self), *self.args), vars(self)
 
 
@@ -72,7 +72,7 @@ class ConfigError(FivefoldError):
 
 
 class PlaceError(ConfigError):
-    """Mistakes in what this rank alone may have: its number, its address, the GPUs of its host."""
+    """Mistakes that only this rank may have: in its number, its address, the GPUs of its host."""
 
 
 class DataError(FivefoldError):
@@ -84,8 +84,8 @@ class CheckpointError(FivefoldError):
 
 
 class OtherSettings(CheckpointError):
-    """A checkpoint whose optimizer's state these settings cannot go on with; of what works,
-    `--finetune` takes the weights alone."""
+    """A checkpoint whose optimizer state does not fit these settings; `--finetune` takes only its
+    weights."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -101,7 +101,7 @@ class DamagedCheckpoint(CheckpointError):
 
     @property
     def passed_over(self) -> str:
-        """That a run goes on from the intact checkpoint instead, and why."""
+        """A message that the run resumes from the intact checkpoint instead, and why."""
         (damage,) = self.mistakes
         fault = f"{damage.what}: {damage.why[0]}"
         return f"{fault}; step {self.intact} is the latest that is intact"
@@ -114,8 +114,8 @@ class TrainingError(FivefoldError):
 
 
 class RanksFailed(FivefoldError):
-    """Ranks that a command started have failed, and have told why themselves; `status` is that
-    of `train`."""
+    """Ranks that a command started have failed and have printed why; `status` is that of
+    `train`."""
 
     def __init__(self, what: str, status: int) -> None:
         super().__init__(what)
@@ -163,9 +163,9 @@ class Mistakes:
             self._all.extend(error.mistakes)
 
     def raise_if_any(self) -> None:
-        """Raise one error with every mistake recorded so far."""
+        """Raise one error with every mistake recorded so far, each once."""
         if self._all:
-            raise ConfigError(*self._all)
+            raise ConfigError(*dict.fromkeys(self._all))
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
@@ -190,3 +190,14 @@ def shown(value: Any) -> str:
         return short.repr(value)
     except ValueError:  # a number of more digits than Python prints
         return f"a {type(value).__name__} with a number of thousands of digits"
+
+
+def json_kind(value: Any) -> str:
+    """The kind of a value read from JSON or a table, in words for a message.
+
+    >>> json_kind(3), json_kind([1]), json_kind(None)
+    ('a number', 'a list', 'null')
+    """
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    kinds |= {int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), f"of the type {type(value).__name__}")

@@ -59,7 +59,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def temporary_path(target: Path) -> Path:
-    """A new name beside `target` for what will be renamed to it.
+    """A new name beside `target`, for a file that will be renamed to it.
 
     Raises:
         IsADirectoryError: nothing can lie beside it: it is the root, or `.`.
@@ -70,9 +70,9 @@ def temporary_path(target: Path) -> Path:
 
 
 def temporary_paths(folder: Path, pattern: str) -> list[Path]:
-    """What lies in a folder under names of `temporary_path`, for targets whose names match.
+    """Files in a folder that have names of `temporary_path`, for targets whose names match.
 
-    Either it is being written, or who wrote it was killed.
+    Each is either being written, or left by a process that was killed.
     """
     return [*folder.glob(f".tmp-{'[0-9a-f]' * 8}-{pattern}")]
 
@@ -80,7 +80,8 @@ def temporary_paths(folder: Path, pattern: str) -> list[Path]:
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Replace the contents of `path` by `data` in one step; text is written as UTF-8.
 
-    A device or a pipe is written to, as /dev/null and /dev/stdout: a file would take its place.
+    Devices and pipes such as /dev/null and /dev/stdout are written to directly, since renaming
+    would replace them by a file.
 
     >>> import tempfile, pathlib
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +94,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 
 def _is_stream(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a device, a pipe or, as /dev/stdout and /dev/fd/3, what is open already."""
+    """Whether this is a device, a pipe or, like /dev/stdout and /dev/fd/3, a file that is already
+    open."""
     place = Path(path)
     if place.is_symlink() and place.parent.resolve().parts[:2] in (("/", "dev"), ("/", "proc")):
         return True
@@ -117,7 +119,7 @@ def disk_full(
     needed: int | None = None,
     goes_on: str = "",
 ) -> Mistake:
-    """The message for a full disk: the bytes needed and free, and what helps.
+    """The message for a full disk: the bytes needed and free, or that no further file fits.
 
     Args:
         what: description of the failure, such as "saving step 3 failed".
@@ -136,6 +138,9 @@ def disk_full(
     if limited:
         lines.append(f"no file may have more than {limit:,} bytes (ulimit -f)")
     remedy = "free space there, or a higher limit" if limited else "free space there"
+    if folder is not None and (inodes := _system_at(folder)).f_files and not inodes.f_favail:
+        lines.append(f"no further file, of whatever size: {inodes.f_files:,} are there (df -i)")
+        remedy = "fewer files there"
     attempt = f"{remedy}, then the same command{goes_on}"
     return Mistake(f"disk full: {what}", tuple(lines), attempt=attempt)
 
@@ -181,7 +186,7 @@ def telling_unwritable(
 ) -> Iterator[None]:
     """Turn an OSError, raised in the block while it writes `path`, into one message.
 
-    That of a full disk passes: `telling_system_errors` says more of it.
+    Errors of a full disk pass through, since `telling_system_errors` describes them better.
 
     Args:
         path: file or folder to name.
@@ -202,12 +207,17 @@ def free_bytes(path: str | os.PathLike[str]) -> int | None:
 
     None if the file system does not tell it.
     """
+    system = _system_at(path)
+    blocks = system.f_bfree if os.geteuid() == 0 else system.f_bavail
+    return blocks * system.f_frsize if system.f_blocks else None
+
+
+def _system_at(path: str | os.PathLike[str]) -> os.statvfs_result:
+    """What the file system at a path, which need not exist yet, says of itself."""
     place = Path(path).absolute()
     while not place.exists():
         place = place.parent
-    system = os.statvfs(place)
-    blocks = system.f_bfree if os.geteuid() == 0 else system.f_bavail
-    return blocks * system.f_frsize if system.f_blocks else None
+    return os.statvfs(place)
 
 
 def at_home(path: str | os.PathLike[str], error: type[FivefoldError] = FivefoldError) -> Path:
@@ -304,19 +314,9 @@ def parse_json(
         raise error(f"{source} is not JSON: {_half_pair(text) or problem}") from None
 
 
-def json_kind(value: Any) -> str:
-    """What a value that was read from JSON or a table is, for a message.
-
-    >>> json_kind(3), json_kind([1]), json_kind(None)
-    ('a number', 'a list', 'null')
-    """
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
-    kinds |= {int: "a number", float: "a number", type(None): "null"}
-    return kinds.get(type(value), f"of the type {type(value).__name__}")
-
-
 def _half_pair(text: str) -> str | None:
-    """That an escape is half of a surrogate pair, which Python writes and JSON's readers refuse."""
+    """The message that an escape is half of a surrogate pair, which Python writes and JSON readers
+    refuse."""
     pair_or_other = r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\[^u]"
     half = re.search(r"\\u[dD][89a-fA-F]..", re.sub(pair_or_other, "", text))
     return half and f"{half[0]} is half of a surrogate pair, which is no character"
@@ -382,7 +382,7 @@ def tensor_names(path: str | os.PathLike[str], error: type[FivefoldError]) -> li
 
 
 def unread_tensors(path: str | os.PathLike[str], problem: Exception) -> Mistake:
-    """What to say of a .safetensors file that cannot be read."""
+    """The message for a .safetensors file that cannot be read."""
     with suppress(OSError), open(path, "rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             folder = quote(os.path.dirname(path) or ".")

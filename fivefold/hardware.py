@@ -86,7 +86,7 @@ class Gpu:
 
 
 def _rates(bf16: float, **tflops: float) -> Rates:
-    """Of a GPU, whose units multiply fp16 as fast as bf16."""
+    """Rates of a GPU whose units multiply fp16 as fast as bf16."""
     known = {"bf16": bf16, "fp16": bf16, **tflops}
     return Rates(**{name: value * _TERA for name, value in known.items()})
 

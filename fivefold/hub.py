@@ -35,7 +35,7 @@ _DATA = re.compile(
 
 @dataclass(frozen=True)
 class HubName:
-    """What is named on the hub.
+    """A name on the hub.
 
     Attributes:
         repo: `ORG/NAME`.
@@ -59,7 +59,8 @@ class HubName:
 
 
 def model_named(name: str) -> HubName | None:
-    """The model `hf://ORG/NAME`, or `ORG/NAME` where there is no folder ORG here; None: a path."""
+    """The model that `hf://ORG/NAME` names, or `ORG/NAME` if there is no local folder ORG; None: a
+    path."""
     named = _MODEL.fullmatch(name)
     if named is None or (not name.startswith(SCHEME) and Path(name.partition("/")[0]).exists()):
         return None
@@ -67,7 +68,7 @@ def model_named(name: str) -> HubName | None:
 
 
 def data_named(spec: str) -> HubName | None:
-    """The data set `hf://datasets/ORG/NAME/PATH`; None: it is a path.
+    """The data set that `hf://datasets/ORG/NAME/PATH` names; None: it is a path.
 
     Raises:
         ConfigError: it begins so, and names nothing.
@@ -82,7 +83,8 @@ def data_named(spec: str) -> HubName | None:
 
 
 def in_place(name: str, files: Sequence[str], tell: Tell) -> Path:
-    """The folder that a path is, or that a model of the hub is fetched to; as `fetched_model`."""
+    """A local folder: the path itself, or the folder that a model of the hub is fetched to; as
+    `fetched_model`."""
     named = model_named(name)
     return Path(name) if named is None else fetched_model(named, files, tell)
 
@@ -102,7 +104,7 @@ def fetched_model(name: HubName, files: Sequence[str], tell: Tell) -> Path:
 
 
 def fetched_data(name: HubName, suffixes: Sequence[str], cache: Path, tell: Tell) -> str:
-    """The data path of what is named within a data set; fetched if it is not there.
+    """The local path of files of a data set; fetched if they are not there.
 
     Args:
         name: the data set, and what of it.
@@ -160,7 +162,7 @@ def _downloaded(
 ) -> tuple[Path, bool]:
     """The folder with what was fetched, and whether it is known to be whole.
 
-    Where the hub is out of reach, it is what others fetched into the library's cache before.
+    If the hub is out of reach, it is whatever was fetched into the library's cache before.
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
@@ -196,7 +198,7 @@ def _downloaded(
 
 
 def _told(name: HubName, error: Exception) -> Mistake:
-    """What a failure of the library means."""
+    """The message for a failure of the library."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

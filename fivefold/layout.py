@@ -55,16 +55,17 @@ class Layout:
         return {s: stages[s % len(stages)] for s in stages_on(placement, pp_rank)}
 
     def memory_of(self, stage: int) -> MemoryConfig:
-        """The settings of memory of a stage of the program."""
+        """The memory settings of a stage of the program."""
         return self.config.memory.of_stage(stage % len(self.split.stages))
 
     def states_into(self, stage: int) -> int:
-        """Hidden states of a token that enter a stage of the program in training."""
+        """Number of hidden states per token that enter a stage of the program in training."""
         return self.split.states_into(stage % len(self.split.stages))
 
     @property
     def node_sizes(self) -> tuple[NodeSizes, NodeSizes]:
-        """How ZeRO++ divides the sharding groups of dense parameters, and of experts."""
+        """Sizes of ZeRO++'s node groups within the sharding groups, for dense parameters and for
+        experts."""
         parallel = self.config.parallel
         return NodeSizes.of(parallel), NodeSizes.of_experts(parallel, self.grid)
 
@@ -77,12 +78,14 @@ class Layout:
 
     @property
     def sends_dx_first(self) -> bool:
-        """Whether a dX outside of pairs is sent before its dW, also where the schedule has both."""
+        """Whether a dX outside of pairs is sent before its dW, even if the schedule computes both
+        together."""
         return self.config.parallel.pipeline_dx_first and self.defers_weights
 
     @property
     def fuses_accumulation(self) -> bool:
-        """Whether products add weight gradients to those of earlier microbatches."""
+        """Whether matrix products add weight gradients directly to those of earlier
+        microbatches."""
         training, parallel = self.config.training, self.config.parallel
         keeps = not parallel.sharding.splits_gradients  # which leave with every microbatch
         again = self.num_microbatches * parallel.num_sequence_slices > 1
@@ -90,7 +93,8 @@ class Layout:
 
     @property
     def fills_messages(self) -> bool:
-        """Whether products make weight gradients in the messages in which ranks sum them."""
+        """Whether matrix products write weight gradients directly into the buffers that ranks
+        sum."""
         return self.grid.dp * self.grid.cp > 1 and not self.config.gathers_weights()
 
     @property
@@ -163,7 +167,7 @@ class Layout:
         )
 
     def recomputed(self, num_microbatches: int | None = None) -> Counter[int]:
-        """Microbatches of each stage whose forward runs twice in a step."""
+        """Number of microbatches of each stage whose forward is repeated in a step."""
         limited = self.config.memory.recompute_in_flight_limit is not None
         acts = (a for row in self._computes(num_microbatches).ranks for a in row) if limited else ()
         return Counter(act.stage for act in acts if act.kind is Kind.R and act.slice == 0)
@@ -184,7 +188,7 @@ class Layout:
 
     @property
     def hidden_shape(self) -> tuple[int, int]:
-        """[T, H] of what a stage sends of a microbatch, or of a slice of it, on a rank."""
+        """[T, H] of the message that a stage sends for a microbatch, or for a slice of it."""
         config, parallel = self.config, self.config.parallel
         tokens = config.rank_tokens // parallel.num_sequence_slices // parallel.token_parts
         return tokens, config.model.hidden_size
@@ -207,7 +211,7 @@ class Layout:
         )
 
     def scheduling_problem(self, num_microbatches: int | None) -> Problem:
-        """The stages, costs and limits that a synthesised schedule is searched for.
+        """The stages, costs and limits for which a synthesised schedule is searched.
 
         Raises:
             ConfigError: not even one microbatch fits under the limit.

@@ -1,4 +1,4 @@
-"""What one of several processes makes, on one machine or several, and the others wait for."""
+"""Lets one of several processes, on one machine or several, create a file while the others wait."""
 
 import fcntl
 import logging
@@ -14,14 +14,14 @@ from typing import TextIO
 from fivefold.files import temporary_paths
 
 LEFT_SECONDS = 3600.0
-"""A file that another machine is making is written to more often."""
+"""Another machine that still writes a file touches it more often than this."""
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def once(path: str, waits: Callable[[], None]) -> Iterator[bool]:
-    """Yield whether this process must create `path`; others wait until it is there.
+    """Yield whether this process must create `path`; other processes wait until it exists.
 
     Args:
         path: a file that appears whole; its folder exists.
@@ -49,10 +49,11 @@ def once(path: str, waits: Callable[[], None]) -> Iterator[bool]:
 
 
 def _remove_left(path: Path, lock: TextIO) -> None:
-    """Remove what a process left that was killed while it made `path` and the files beside it.
+    """Remove files left by a process that was killed while it created `path` and the files beside
+    it.
 
-    Some network file systems keep a lock on one machine only, and another one may be at work: once
-    others have had it, only what nobody has written to for long is left over.
+    Some network file systems keep locks within one machine only, so another machine may be at work:
+    only files that nobody has written to for long count as left.
     """
     lock.seek(0)
     host, hosts = socket.gethostname(), lock.read().splitlines()

@@ -118,7 +118,7 @@ def document(title: str, body: Iterable[str]) -> str:
 
 
 def as_script(data: object) -> str:
-    """Data as JavaScript within a page, of which no text can end the script element."""
+    """Data as JavaScript within a page; no text in it can end the script element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""A rank's part of the model with every technique around it, as `parallelize` has made it."""
+"""A rank's part of the model with every technique installed, as `parallelize` makes it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -57,7 +57,8 @@ class ParallelModel:
     limited: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     def run(self, program: Program, batches: Sequence[Batch], scale: torch.Tensor) -> StepSums:
-        """Run a program, as `Executor.run`; weights that are away are read ahead in its order."""
+        """Run a program as `Executor.run` does; weights off the device are read ahead, in its
+        order."""
         if self.offloaded is not None:
             acts = program.ranks[self.executor.pp_rank]
             further = not program.forward_only
@@ -76,13 +77,13 @@ class ParallelModel:
         return dict(self._named())
 
     def shared_weights(self) -> Iterator[torch.Tensor]:
-        """What is made of weights for all forwards and backwards of a step that follow."""
+        """Forms of weights that all later forwards and backwards of a step share."""
         yield from self.step_weights.held()
         for gradients in self.gradients.values():
             yield from gradients.second_copies()
 
     def finish_gradients(self) -> None:
-        """Complete every sum that a parameter's record names: over data first."""
+        """Complete every sum that a parameter's record names, the data-parallel sums first."""
         for stage in self.gradients.values():
             stage.finish()
         tp, mirror, tied = (map(local_grad, parameters) for parameters in self._summed_over)
@@ -92,7 +93,8 @@ class ParallelModel:
 
     @cached_property
     def _summed_over(self) -> list[list[nn.Parameter]]:
-        """Whose gradients tp, mirror and tied ranks sum: by name, as copies differ in the order."""
+        """Parameters whose gradients tp, mirror and tied ranks sum, by name, since the order
+        differs between copies."""
         named, groups = sorted(self.parameters().items()), ("tp", "mirror", "tied")
         return [[p for name, p in named if group in self.records[name].sums] for group in groups]
 
@@ -114,8 +116,8 @@ class ParallelModel:
             stage.forget()
 
     def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
-        """The blocks whose parameters are gathered together, and what starts that, in the order in
-        which forwards need them."""
+        """The blocks whose parameters are gathered together, and the functions that start these
+        gathers, in the order of the forward."""
         for _, stage in sorted(self.gradients.items()):
             yield from stage.blocks()
 
@@ -142,7 +144,7 @@ class ParallelModel:
                 buffer.fill_(initial_buffer(name, config.model))
 
     def buffers(self, *, copies: bool) -> dict[str, torch.Tensor]:
-        """What stages keep besides parameters, by name; the same on all ranks of a stage.
+        """Tensors of stages besides parameters, by name; the same on all ranks of a stage.
 
         Args:
             copies: whether to name those of the second copy of the model, too.

@@ -1,4 +1,4 @@
-"""The one list of techniques: what is installed around the plain model, in the one right order."""
+"""The one list of techniques: what is installed around the plain model, and in which order."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -43,7 +43,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     """Build this rank's stages and install every technique around them.
 
     The order matters: tensor parallelism changes what a parameter is, data parallelism shards or
-    replicates what is there then, and memory is given only when each rank knows its part.
+    replicates the result, and memory is allocated only once each rank knows its part.
     """
     config = layout.config
     policy = make_policy(config)
@@ -126,7 +126,7 @@ def _plain_stages(
 
 
 def _sums(layout: Layout, gradients: Iterable[StageGradients]) -> list[SumOf]:
-    """Where products add weight gradients up, or make those that are sent as they are."""
+    """How matrix products accumulate weight gradients, or write those that are sent at once."""
     adds = layout.fuses_accumulation
     if adds:
         log.info("weight gradients of a step are added up by the products that make them")
@@ -232,7 +232,7 @@ def _install_memory(
     of_ends: DeferredWeights,
     device: torch.device,
 ) -> None:
-    """What is made again, or not kept: inside the blocks that data parallelism gathers."""
+    """Install recomputation and offloading, inside the blocks that data parallelism gathers."""
     memory, sequence = layout.config.memory, layout.config.parallel.sequence_parallel
     share = memory.activation_offload_fraction
     host = Host(device, memory.min_offloaded_tensor_size, share)
@@ -271,7 +271,8 @@ def _install_data_parallel(
     records: dict[str, ParameterRecord],
     away: frozenset[str],
 ) -> StageGradients:
-    """Give a stage its memory: under FSDP2 after it is sharded, so that no rank holds it whole.
+    """Install data parallelism and allocate a stage: with FSDP2 after sharding, so that no rank
+    holds it whole.
 
     `away`: names of parameters whose shards are not kept on the device.
     """

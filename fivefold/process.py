@@ -1,4 +1,7 @@
-"""How a process of Fivefold begins and ends: without looking for garbage where there is none.
+"""How a process of Fivefold begins and ends, without needless garbage collection. || Importing
+PyTorch makes a million objects that stay. Python searches them a hundred times while they are made,
+and three times when it exits: two of the five seconds of CPU time of a process that does little
+else.
 
 Importing PyTorch makes a million objects that stay. Python looks through them a hundred times while
 they are made, and three times when it exits: two of the five seconds of CPU time of a process that
@@ -28,7 +31,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Output(io.TextIOWrapper):
-    """Standard output, whose errors name its file, as those of other files do."""
+    """Standard output whose errors name its file, as the errors of other files do."""
 
     def write(self, text: str) -> int:
         """Write text.
@@ -51,7 +54,7 @@ class Output(io.TextIOWrapper):
 
 @contextlib.contextmanager
 def _naming_output() -> Iterator[None]:
-    """Have an OSError that is raised in the block name the file that standard output goes to."""
+    """Add the file that standard output goes to, to an OSError raised in the block."""
     try:
         yield
     except OSError as error:
@@ -62,8 +65,8 @@ def _naming_output() -> Iterator[None]:
 def own_streams() -> None:
     """Make the standard streams those of a program, before it opens any file.
 
-    Those that whoever started the process has closed go nowhere: the next file that is opened would
-    take the place of one, and be given its text.
+    Standard streams that the parent has closed lead to nowhere; otherwise the next file to be
+    opened would take their place and receive their text.
     """
     for number in range(3):
         try:
@@ -79,7 +82,8 @@ def own_streams() -> None:
 
 
 def begin() -> None:
-    """Look for garbage rarely, until `work`, and print whatever the output's encoding lacks."""
+    """Collect garbage rarely, until `work`, and escape characters that the output's encoding
+    lacks."""
     gc.set_threshold(RARELY)
     if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error does: names of files, texts
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -87,9 +91,10 @@ def begin() -> None:
 
 @contextlib.contextmanager
 def telling_environment() -> Iterator[None]:
-    """Tell of variables that keep PyTorch from being imported in the block.
+    """Report environment variables that keep PyTorch from being imported in the block.
 
-    It reads several of its own meanwhile, and says of most what is wrong, but not of which.
+    PyTorch reads several of its own while it is imported; its errors mostly say what is wrong, but
+    not with which variable.
 
     Raises:
         ConfigError: it cannot be imported, and the environment has some of its variables.
@@ -118,7 +123,7 @@ def _imports_torch(error: Exception) -> bool:
 
 
 def work() -> None:
-    """Look for garbage as usual: what it holds may be large tensors."""
+    """Collect garbage as usual, since it may hold large tensors."""
     gc.set_threshold(*_USUALLY)
 
 
@@ -131,7 +136,12 @@ def die_with_parent(parent: int) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Exit as `sys.exit` does, but leave all memory to the system, unless a thread still works."""
+    """Exit as `sys.exit` does, but leave all memory to the system, unless a thread still works.
+
+    What there is to say has been said: Ctrl-C now ends the process at once, without a traceback.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if threading.active_count() > 1:
         sys.exit(status)
     # Not `gc.freeze`, which is as fast: extensions such as Triton's then report leaks.

@@ -18,7 +18,7 @@ def human_bytes(n: float) -> str:
 
 
 def read_bytes(text: str) -> float | None:
-    """Bytes of a size such as '70GiB', '70 GB' or '1e9'; None if it is none, or not above 0."""
+    """Bytes of a size such as '70GiB', '70 GB' or '1e9'; None if it is no size, or not above 0."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([KMGTP])(i?))?B?\s*", text)
     if found is None:
         return None
@@ -67,19 +67,19 @@ def human_seconds(s: float) -> str:
 
 
 def several(count: int, noun: str) -> str:
-    """A number of things: '1 file', '2 files', '3 microbatches', '4,096 ranks'."""
+    """A counted noun: '1 file', '2 files', '3 microbatches', '4,096 ranks'."""
     plural = f"{noun}es" if noun.endswith(("ch", "sh", "s")) else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"
 
 
 def few(names: Sequence[str], most: int) -> str:
-    """The first names, and the number of the others: 'a, b and 3 more'."""
+    """The first names and the number of others: 'a, b and 3 more'."""
     others = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + others
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
-    """'rank 3', 'ranks 0, 1'; of many, the first and the number of the others."""
+    """'rank 3', 'ranks 0, 1'; if many, the first ones and the number of the others."""
     return f"rank{'s' * (len(ranks) > 1)} {few([*map(str, ranks)], MOST_RANKS)}"
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from fivefold.files import (
     as_kind,
     atomic_path,
     caused_by_full_disk,
+    disk_full,
     free_bytes,
     parse_json,
     parse_toml,
@@ -169,6 +171,21 @@ def test_a_full_disk_is_one_message_with_the_bytes_that_are_free(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "new" / "x"))
     with pytest.raises(FileNotFoundError), telling_system_errors(DataError, tmp_path):
         (tmp_path / "none").read_bytes()
+
+
+def test_a_disk_that_has_bytes_but_takes_no_further_file_says_so(tmp_path, monkeypatch):
+    real = os.statvfs(tmp_path)
+
+    def counted(files, left):
+        return lambda _: SimpleNamespace(
+            f_blocks=real.f_blocks, f_bfree=9, f_bavail=9, f_frsize=1, f_files=files, f_favail=left
+        )
+
+    for files, left, told in ((1000, 0, True), (1000, 1, False), (0, 0, False)):  # 0: not counted
+        monkeypatch.setattr(os, "statvfs", counted(files, left))
+        text = str(disk_full("cannot write x", tmp_path / "new" / "x"))
+        assert ("no further file, of whatever size: 1,000 are there" in text) == told
+        assert ("try:   fewer files there, then" in text) == told, text
 
 
 def test_what_the_system_refuses_is_one_message(tmp_path):

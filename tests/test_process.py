@@ -1,6 +1,7 @@
 """How a process begins and ends: whatever Python does at its exit but freeing memory is done."""
 
 import os
+import signal
 import subprocess
 import sys
 from shlex import quote
@@ -55,6 +56,14 @@ def test_what_a_process_still_has_to_say_is_said(before: str, said: str) -> None
     assert (done.returncode, done.stdout, done.stderr) == (3, said, "")
 
 
+def test_an_interrupt_of_what_is_done_at_exit_is_no_traceback() -> None:
+    code = f"{LEAVES}import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "atexit.register(print, 'never'); "
+    code += "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT)); process.leave(130)"
+    done = run(code)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_a_reader_who_has_gone_is_no_error() -> None:
     code = f"{LEAVES}import os; sys.stdout.write('text'); os.close(1); process.leave(0)"
     done = run(code)
@@ -86,6 +95,18 @@ def test_an_output_that_cannot_be_written_is_named(unbuffered: tuple[str, ...]) 
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: disk full: cannot write /dev/full\n"), done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no /dev/full")
+def test_an_error_that_nobody_can_read_is_still_told_by_the_status() -> None:
+    code = "from fivefold.cli.main import program; program()"
+    words = [sys.executable, "-c", code, "trian"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(words, stderr=full, check=False).returncode == 2
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as gone:
+        assert subprocess.run(words, stderr=gone, check=False).returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Reads what an operation of torch.distributed sends, and with whom, from its arguments."""
+"""Reads from the arguments of a torch.distributed operation what it sends, and to whom."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Call:
 
 
 def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
-    """The call that an operation is; None if it is none of torch.distributed.
+    """The call that an operation makes; None if it does not belong to torch.distributed.
 
     Raises:
         FivefoldError: an operation of torch.distributed that is not known.
@@ -110,12 +110,13 @@ def _fused(name: str, args: tuple[Any, ...]) -> Call:
 
 
 def is_call(func: Any) -> bool:
-    """Whether an operation is one of torch.distributed."""
+    """Whether an operation belongs to torch.distributed."""
     return func.namespace in ("c10d", "_c10d_functional", "symm_mem")
 
 
 def _parts(tensors: tuple[Tensor, ...], rows: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Bytes for, or from, each rank: a tensor each, or one of so many rows each; none: even."""
+    """Bytes for, or from, each rank: one tensor per rank, or rows of one tensor; evenly if not
+    given."""
     if len(tensors) == ranks > 1:
         return tuple(tensor.nbytes for tensor in tensors)
     (whole,) = tensors

@@ -1,4 +1,4 @@
-"""Keeps account of the memory that tensors hold, storage by storage."""
+"""Counts the memory that tensors hold, storage by storage."""
 
 import weakref
 from collections import defaultdict
@@ -19,7 +19,7 @@ SHOWN = 8
 
 
 def made_on_host() -> bool:
-    """Whether what is made now stands for host memory."""
+    """Whether tensors created now stand for host memory."""
     return project_line().startswith("at memory/host.py")
 
 
@@ -76,7 +76,7 @@ class Holdings:
         return dict(self._by_kind)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Take note of a storage's new size."""
+        """Record a storage's new size."""
         if storage._cdata in self._alive:
             self._resize(storage._cdata, storage.nbytes())
 
@@ -101,7 +101,7 @@ class Holdings:
 
 
 class Accounting(Watch):
-    """Tells of all memory that operations take inside its block, and that storages give back.
+    """Counts all memory that operations allocate inside its block, and that storages free.
 
     Attributes:
         holdings: what is held.
@@ -117,7 +117,7 @@ class Accounting(Watch):
 
 
 class DeviceLimit(Accounting):
-    """Stops what makes tensors hold more memory than a device is to have, on a CPU.
+    """Enforces a limit on the memory of tensors, on a CPU.
 
     Tensors that stand for host memory do not count: those that it is told of, and what
     `memory/host.py` makes.

@@ -49,7 +49,7 @@ class KeptActivations(Watch):
 
     @property
     def document_length(self) -> float:
-        """Tokens of the document that a token lies in, on average over all forwards."""
+        """Mean length of a token's document over all forwards, in tokens."""
         return self._squares / self._tokens if self._tokens else float(self._seq_length)
 
     def begin(self, block: ExitStack) -> None:
@@ -70,7 +70,7 @@ class KeptActivations(Watch):
         return result
 
     def _know(self, tensor: Tensor, place: dict[int, StorageWeakRef]) -> None:
-        """Add a storage to `place`, unless a live one with that address is known already."""
+        """Add a storage to `place`, unless a live one with that address is already counted."""
         storage = tensor.untyped_storage()
         assert self._born is not None
         for known in (self._born, self._foreign):
@@ -114,6 +114,6 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _address(parameter: nn.Parameter) -> int:
-    """The address of the memory that a stage computes with, which FSDP2 may have gathered."""
+    """The address of the memory with which a stage computes, which FSDP2 may have gathered."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.untyped_storage()._cdata

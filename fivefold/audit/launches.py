@@ -1,4 +1,4 @@
-"""Counts the operations that this process launches: all, and those of each layer."""
+"""Counts the operations that this process launches: in total, and in each layer."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -29,17 +29,18 @@ _WITHOUT_WORK = frozenset(
         "profiler::_record_function_exit",
     }
 )
-"""Operations that are no views, and give the device nothing to compute."""
+"""Operations that are no views, but give the device nothing to compute."""
 
 
 @cache
 def launches(func: Any) -> bool:
-    """Whether an operation gives the device work: it makes no mere view, and more than memory."""
+    """Whether an operation launches work on the device: not if it only makes a view or allocates
+    memory."""
     return not func.is_view and func.name().partition(".")[0] not in _WITHOUT_WORK
 
 
 class Launches(Watch):
-    """Counts operations inside its block that give the device work, collectives among them.
+    """Counts operations inside its block that launch work on the device, collectives included.
 
     On a GPU an operation is one kernel, with few exceptions: attention's backward is three, sums
     of many rows two.
@@ -80,7 +81,7 @@ class LayerLaunches(Launches):
 
     @property
     def of_a_layer(self) -> tuple[float, float] | None:
-        """Operations of a layer's forward and of its backward for one microbatch, the medians;
+        """Median number of operations of a layer's forward and of its backward for one microbatch;
         None: no layer ran both."""
         if not self._forwards or not self._backwards:
             return None

@@ -98,7 +98,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
 
 
 def _held(engine: Measurable) -> dict[str, float]:
-    """What a record says of the state that is kept from step to step, in bytes."""
+    """The record's bytes of state that is kept from step to step."""
     host, away = engine.optimizer.host, engine.optimizer.host.weights or ()
     here = (local_tensor(p) for name, p in engine.parameters.items() if name not in away)
     tensors = {
@@ -113,8 +113,8 @@ def _held(engine: Measurable) -> dict[str, float]:
 
 
 def _moved(host: HostAdamW) -> dict[str, float]:
-    """What a record says of copies for the optimizer, and of weights that are brought to the
-    device, since the run began."""
+    """The record's bytes of copies for the optimizer, and of weights copied to the device, since
+    the run began."""
     moved = {
         "to_host": host.link.out_bytes,
         "from_host": host.link.back_bytes,

@@ -1,4 +1,4 @@
-"""Accesses to the same memory that nothing puts in order. Imports no torch.
+"""Finds accesses to the same memory that nothing puts in order. Imports no torch.
 
 Each stream has a vector clock: how far it is, and how far every other stream had come when it last
 waited for it, directly or through others (Mattern, 1989; as ThreadSanitizer does for threads). An
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 HOST = "the host"
-"""Name of the stream of what the host itself reads and writes."""
+"""Name of the stream for the host's own reads and writes."""
 
 
 class Span(NamedTuple):
@@ -25,7 +25,7 @@ class Span(NamedTuple):
         return self.start < other.end and other.start < self.end
 
     def without(self, other: "Span") -> Iterator["Span"]:
-        """What is left of it before and behind `other`, which it overlaps."""
+        """The parts of the span before and behind `other`, which it overlaps."""
         if self.start < other.start:
             yield Span(self.start, other.start)
         if other.end < self.end:
@@ -60,12 +60,12 @@ class Race(NamedTuple):
 
 
 Mark = Mapping[str, int]
-"""A place in a stream: of each stream, how much has happened when it is reached."""
+"""A place in a stream, as a vector clock: how far each stream has come when it is reached."""
 
 
 @dataclass
 class Races:
-    """Follows streams, and collects the races between what they do.
+    """Tracks streams, and collects races between their accesses.
 
     Attributes:
         found: races, each pair of accesses once.
@@ -80,7 +80,8 @@ class Races:
     def access(
         self, stream: str, what: str, reads: Iterable[Span] = (), writes: Iterable[Span] = ()
     ) -> None:
-        """An operation on a stream; launched by the host, so after all that the host waited for."""
+        """An access of a stream; it is launched by the host, so it follows everything that the host
+        waited for."""
         clock = self._clocks[stream]
         _join(clock, self._clocks[HOST])
         now = clock[stream] = clock.get(stream, 0) + 1
@@ -92,7 +93,7 @@ class Races:
                     self._seen[page][span, access] = now
 
     def mark(self, stream: str) -> Mark:
-        """The place that a stream has come to: what an event records."""
+        """The current place of a stream, as an event records it."""
         return dict(self._clocks[stream])
 
     def wait(self, stream: str, mark: Mark) -> None:
@@ -100,7 +101,7 @@ class Races:
         _join(self._clocks[stream], mark)
 
     def free(self, span: Span, known: Collection[str] | None = ()) -> None:
-        """Memory goes back to the allocator, which may give it to whoever asks on its own stream.
+        """Memory returns to the allocator, which may give it to another stream.
 
         Args:
             span: the memory.
@@ -122,7 +123,8 @@ class Races:
         access: Access,
         clock: Mapping[str, int],
     ) -> None:
-        """Look for races with what a page has seen, and forget bytes that the access stands for.
+        """Look for races with earlier accesses to a page, and forget bytes that this access
+        supersedes.
 
         Whoever is ordered after a write is so after all before it, and races with it if not; after
         a read, this holds for what the read itself is ordered after, but for writes: they also

@@ -202,8 +202,8 @@ def _sent(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
     told = {}
     if by_sight and any(record.any_packed for _, record in pairs):
         told["cp"] = (
-            "told, not judged: the formula is for whole rows, and keys that no query of another "
-            "rank sees, being of other documents, are not sent"
+            "reported, not judged: the formula assumes whole rows, but keys of documents that no "
+            "query of another rank sees are not sent"
         )
     for axis in dict.fromkeys(axis for pair in pairs for record in pair for axis in record.sent):
         yield _compare(
@@ -225,7 +225,7 @@ def _scales(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
 
 
 def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
-    """The findings of an optimizer in host memory, and of weights that are not on the device."""
+    """The findings for an optimizer in host memory, and for weights off the device."""
     memory = layout.config.memory
     if memory.optimizer_off_device:
         what = "optimizer and weights" if memory.param_cpu_offload else "optimizer"
@@ -245,7 +245,8 @@ def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
 
 
 def _hidden(what: str, found: Sequence[tuple[float, float, int]]) -> Iterator[Finding]:
-    """The finding for waits for what is moved, where they are longest: (waited, moved, rank)."""
+    """The finding for time spent waiting for copies, on the rank with the longest: (waited, moved,
+    rank)."""
     waited, moved, rank = max(found)
     if moved:  # copies that the host does not make itself take it no time
         hidden = max(0.0, 1 - waited / moved)
@@ -271,8 +272,8 @@ def _products(layout: Layout, pairs: Pairs) -> Finding:
     gathers = any(map(layout.config.projects_latents, layers))
     told = gathers and any(record.any_packed for _, record in pairs)
     note = (
-        "told, not judged: the formula is for whole rows, and gathered latents that no query of "
-        "this rank sees, being of other documents, are not projected"
+        "reported, not judged: the formula assumes whole rows, but gathered latents of "
+        "documents that no query of this rank sees are not projected"
     )
     return _compare(
         "matrix products",
@@ -301,7 +302,7 @@ def _operations(
         if outlook is not None:
             host = measured * outlook.host_operation
             each, share = human_seconds(outlook.host_operation), host / outlook.seconds
-            note = f"at {each} each the host launches for {human_seconds(host)}, "
+            note = f"at {each} each, launching takes the host {human_seconds(host)}, "
             note += f"{share:.0%} of the predicted step"
         yield Finding("launches of the step", measured, _whole, rank=rank, note=note)
 

@@ -70,23 +70,25 @@ class ChosenExperts:
         return StepChoices(self._of(seen), self._of(again), self._of([*self._first.values()]))
 
     def _of(self, seen: list[_Seen]) -> dict[int, Choices]:
-        rows: dict[int, list[int]] = {}
-        tokens: dict[int, list[int]] = {}
+        found: dict[int, Choices] = {}
         for one in seen:
-            for total, new in zip((rows, tokens), self._by_rank(one), strict=True):
-                before = total.get(one.layer, [0] * self._ranks)
-                total[one.layer] = [a + b for a, b in zip(before, new, strict=True)]
-        return {layer: Choices(tuple(rows[layer]), tuple(tokens[layer])) for layer in rows}
+            new = self._counted(one)
+            before = found.get(one.layer)
+            found[one.layer] = new if before is None else before.plus(new)
+        return found
 
-    def _by_rank(self, seen: _Seen) -> tuple[list[int], list[int]]:
-        """Number of choices, and of tokens with a choice, by expert-parallel rank."""
+    def _counted(self, seen: _Seen) -> Choices:
+        """A router's choices."""
         ranks_TK = seen.experts_TK // seen.here
         if seen.kept_TK is not None:
             ranks_TK = ranks_TK.masked_fill(~seen.kept_TK, self._ranks)
         # What was dropped is counted to one more rank.
         counts_TP = ranks_TK.new_zeros(len(ranks_TK), self._ranks + 1)
         counts_TP = counts_TP.scatter_add_(1, ranks_TK, torch.ones_like(ranks_TK))[:, :-1]
-        return counts_TP.sum(0).tolist(), (counts_TP > 0).sum(0).tolist()
+        kept = seen.experts_TK if seen.kept_TK is None else seen.experts_TK[seen.kept_TK]
+        counts_E = torch.bincount(kept.flatten(), minlength=seen.here * self._ranks)
+        rows, tokens = counts_TP.sum(0), (counts_TP > 0).sum(0)
+        return Choices(*(tuple(counts.tolist()) for counts in (rows, tokens, counts_E)))
 
     def _chosen(self, router: Router, given: tuple[Tensor, Context], choice: ExpertChoice) -> None:
         layer = router.number(given[1])

@@ -1,4 +1,4 @@
-"""Follows the streams of a GPU, and finds accesses to memory that no wait puts in order."""
+"""Tracks the streams of a GPU, and finds accesses to memory that no wait orders."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ from fivefold.errors import FivefoldError, Mistake
 from fivefold.mesh.arguments import PLACES
 
 SHOWN = 8
-"""Races that are told in full."""
+"""Number of races that are reported in full."""
 
 
 class StreamWatch(Watch):
-    """Finds races between streams while it is entered; a GPU need not be fast, nor even compute.
+    """Finds races between streams while it is entered; works on a GPU of any speed, or on a stub.
 
     What an operation reads and writes is what its schema says, so kernels that are launched past
     torch's dispatcher are not seen. Messages have a stream for each group, as NCCL has. Memory that
@@ -56,7 +56,7 @@ class StreamWatch(Watch):
             block.enter_context(after(owner, name, hook))
 
     def raise_if_any(self) -> None:
-        """Raise what has been found.
+        """Raise an error if races were found.
 
         Raises:
             FivefoldError: there are races.
@@ -101,7 +101,8 @@ class StreamWatch(Watch):
                 self.races.wait(HOST, self.races.mark(stream))
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """An operation of torch.distributed: it starts after what the current stream holds."""
+        """An operation of torch.distributed, which starts after the current stream's earlier
+        work."""
         places = PLACES[func.name().partition(".")[0]]
         gives, gets = (
             [] if at is None else [x for x in tensors_in(args[at]) if x.is_cuda]
@@ -127,7 +128,7 @@ class StreamWatch(Watch):
         return result
 
     def _await_end(self, tensor: Tensor) -> None:
-        """Learn when the memory of a tensor that is new here goes back to its allocator."""
+        """Get notified when the memory of a new tensor returns to its allocator."""
         storage = tensor.untyped_storage()
         key, start, size = _key(tensor), storage.data_ptr(), storage.nbytes()
         if key in self._known or not size:
@@ -158,7 +159,7 @@ class StreamWatch(Watch):
             self.races.wait(HOST, self._mark_of(event))
 
     def _mark_of(self, event: Any) -> Mark:
-        """What an event has recorded since this watch began."""
+        """The place that an event has recorded since this watch began."""
         watch, mark = getattr(event, "reached", (None, {}))
         return mark if watch is self else {}
 
@@ -177,7 +178,7 @@ class StreamWatch(Watch):
 
 
 def _kinds_of_work() -> list[type]:
-    """torch's class of works, and those below it that wait in another way."""
+    """torch's class of works, and its subclasses with their own wait."""
     return [dist.Work, *(kind for kind in dist.Work.__subclasses__() if "wait" in vars(kind))]
 
 
@@ -191,7 +192,7 @@ def _messages_of(group: Any) -> str:
 
 
 def _is_async(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation runs beside the current stream; else NCCL's run in it."""
+    """Whether an operation runs beside the current stream; other operations of NCCL run in it."""
     names = [argument.name for argument in func._schema.arguments]
     place = names.index("async_op") if "async_op" in names else len(names)
     return bool(args[place]) if place < len(args) else True

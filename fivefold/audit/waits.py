@@ -26,13 +26,13 @@ READS = frozenset(
 """Operations whose result, or its shape, the host needs before it goes on."""
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 _OF_BOTH = _COPIES | {"aten::index", "aten::index_put_"}
-"""Operations that take a tensor of the host beside one on the device; others take only scalars."""
+"""Operations that accept a host tensor beside a device tensor; others accept only scalars."""
 _ACCESSORS = ("tolist", "cpu", "numpy", "__array__")
-"""Methods that hand a tensor to the host; on a CPU none of them comes by the dispatcher."""
+"""Methods that copy a tensor to the host; on a CPU none of them passes the dispatcher."""
 
 
 def awaited(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Whether the host knows of the end of an operation of the device when it goes on."""
+    """Whether the host has waited for the end of an operation when it continues."""
     name = func.name().partition(".")[0]
     if name in READS:
         return True

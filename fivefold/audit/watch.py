@@ -29,7 +29,7 @@ class Watch:
         self._go_on: Run = _execute
 
     def begin(self, block: ExitStack) -> None:
-        """Observe what else is to be observed, until the block ends."""
+        """Start observing whatever else the subclass observes, until the block ends."""
 
     def __enter__(self) -> Self:
         self._block = watching(self)
@@ -40,7 +40,8 @@ class Watch:
         self._block.__exit__(*error)
 
     def _observes(self, func: Any) -> bool:
-        """Whether the operation concerns this observer; asked of every one, so it must be quick."""
+        """Whether the operation concerns this observer; called for every operation, so it must be
+        quick."""
         return True
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -52,14 +53,14 @@ class Watch:
         return (self._run if self._observes(func) else self._go_on)(func, args, kwargs)
 
     def before(self, go_on: Run) -> Run:
-        """How operations run when this observer passes them on to another one."""
+        """How operations run when this observer passes them to another one."""
         self._go_on = go_on
         return self.ask
 
 
 @contextmanager
 def watching(*watches: Watch) -> Iterator[None]:
-    """Several observers of the operations in the block, the last of which is asked first.
+    """Several observers of the operations in the block; the last one is asked first.
 
     They are one dispatch mode: each mode costs every operation a detour through PyTorch, which
     takes longer than the observation.
@@ -98,8 +99,8 @@ class _Mode(TorchDispatchMode):
 
 @contextmanager
 def after(owner: Any, name: str, hook: Callable[..., None]) -> Iterator[None]:
-    """Call `hook(first, result, *args)` after a method of a class, or a function of a module, which
-    takes `first` before `args`, inside the block."""
+    """Inside the block, call `hook(first, result, *args)` after a method of a class, or a function
+    of a module that takes `first` before `args`."""
     original = getattr(owner, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +114,7 @@ def after(owner: Any, name: str, hook: Callable[..., None]) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Another method of a class, or function of a module, inside the block."""
+    """Inside the block, replace a method of a class or a function of a module."""
     original, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, method)
     try:
@@ -126,11 +127,11 @@ def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None
 
 
 _WATCHING = "/audit/", "/rehearse/", "/mesh/collectives"
-"""Files of the project that only watch, or carry on, what others do."""
+"""Files of the project that only observe or forward calls."""
 
 
 def project_line() -> str:
-    """The innermost line of the project; in a thread of autograd there may be none."""
+    """The innermost line of the project's code; a thread of autograd may have none."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -141,7 +142,7 @@ def project_line() -> str:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of an argument or a result, in lists, too."""
+    """The tensors in an argument or a result, including lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

@@ -57,7 +57,7 @@ class Multiplications(Watch):
 
 
 def _fused_flops(func: Any, args: tuple[Any, ...]) -> int:
-    """Of a product whose rows are gathered, by several matrices, or are summed over ranks."""
+    """FLOPs of a product whose rows are gathered for several matrices, or are summed over ranks."""
     call, rows = call_of(func, args), args[0]
     assert call is not None, "one of torch.distributed"
     gathers = call.op == "all_gather"

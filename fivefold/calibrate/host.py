@@ -1,4 +1,4 @@
-"""Measures what the host needs to issue a layer, for a GPU that has next to nothing to do."""
+"""Measures how long the host takes to issue a layer, on a GPU that has almost nothing to do."""
 
 import torch
 import torch.distributed as dist

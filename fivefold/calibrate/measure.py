@@ -64,7 +64,7 @@ class Sample:
 
 
 def clock(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> float:
-    """Usual seconds of a call that all ranks of `group` make at the same time.
+    """Typical seconds of a call that all ranks of `group` make at the same time.
 
     The median, or on CPUs the mean: ranks that share a core run in turns, and most calls of a small
     operation end within a turn, as if no other rank were there.
@@ -108,11 +108,11 @@ def matmuls(
 def sustained(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> tuple[float, float]:
-    """The sustained share of the best product's rate, and the relative spread of its time.
+    """The share of the best product's rate that is sustained, and the relative spread of its time.
 
-    The operands change from call to call, as in training, so that they are not in a cache, and the
-    clocks have time to slow down by power and heat. The spread is the standard deviation of blocks
-    of calls divided by their mean, the largest of all ranks.
+    The operands change from call to call, as in training, so that they are not cached, and clocks
+    have time to slow down with power and heat. The spread is the standard deviation of blocks of
+    calls divided by their mean, the largest of all ranks.
     """
     m, n, k = SHAPES[device.type][-1]
     inputs = [torch.randn(m, k, device=device).to(dtype) for _ in range(8)]

@@ -194,10 +194,11 @@ def _multiprocessors(device: torch.device) -> int:
 def as_cluster(measured: Measured) -> Cluster:
     """The cluster described by the measurements.
 
-    A multiplication takes `flops / rate`; the additional time of small ones is the launch. Peaks
-    and what is not measured come from the table if it has the device. Otherwise the peak is the
-    best measured rate, and model FLOP utilisation is relative to that. A network that nobody
-    measured is that of usual machines with this device, or else as fast as the links of a node.
+    A multiplication takes `flops / rate`; what small ones take beyond that is the launch. Peaks,
+    and whatever is not measured, come from the table if it has the device. Otherwise the peak is
+    the best measured rate, and model FLOP utilisation is relative to that. A network that was not
+    measured is taken from usual machines with this device, or else to be as fast as the links of a
+    node.
     """
     best = {name: max(s.rate for s in samples) for name, samples in measured.matmuls.items()}
     known = find_gpu(measured.device)

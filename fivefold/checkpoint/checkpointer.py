@@ -124,7 +124,7 @@ class Checkpointer:
             self._write(step, pieces, text, needed)
 
     def agree(self, work: Callable[[], T]) -> T:
-        """The first rank's result of `work`, on every rank; waits for a save under way."""
+        """The first rank's result of `work`, on every rank; waits for a save in progress."""
         self.wait()
         return self._team.leader("agreeing", work)
 
@@ -196,13 +196,15 @@ class Checkpointer:
         return folder, self._team.each(job, lambda: read_index(folder, read_manifest(folder)))
 
     def filling(self, step: int | None) -> Callable[[Mapping[str, Piece]], None]:
-        """What fills pieces of some tensors of a checkpoint, by name; arguments as of `load`."""
+        """A function that fills pieces of some tensors of a checkpoint by name; arguments as in
+        `load`."""
         return partial(fill, *self.open(step))
 
     def load_by(
         self, job: str, tensors: Tensors, work: Callable[[Mapping[str, Piece]], None]
     ) -> None:
-        """Have `work` fill this rank's pieces of tensors from elsewhere, and agree on how it ended.
+        """Let `work` fill this rank's pieces of tensors from elsewhere, and agree on how that
+        ended.
 
         Raises:
             CheckpointError: on every rank, if `job` ("loading weights") failed on one.
@@ -254,7 +256,7 @@ class Checkpointer:
         return needed
 
     def _write_on(self, gpu: int | None, *arguments: Any) -> None:
-        """`_write` in a thread, whose device would else be the first: all ranks would use that."""
+        """`_write` in a thread, on this rank's device: a thread would default to the first one."""
         if gpu is not None:
             torch.cuda.set_device(gpu)
         self._write(*arguments)

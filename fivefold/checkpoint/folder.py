@@ -126,9 +126,9 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Remove what is at a path: of a link only itself, as what it leads to is on another disk.
+    """Delete a path; of a link only the link, since its target is on another disk.
 
-    NFS keeps files that somebody on this machine reads: then the folder stays, under a temporary
+    NFS keeps files that somebody on this machine reads; the folder then stays, under a temporary
     name that later saves remove.
     """
     if path.is_symlink() or not path.is_dir():

@@ -125,7 +125,7 @@ def _manifest_or_fault(folder: Path) -> dict[str, Stamp] | str:
 
 
 def _stamp_if_readable(path: Path) -> Stamp | None:
-    """None where the disk does not give the bytes back."""
+    """The stamp of a file; None if the disk cannot read it back."""
     try:
         return stamp(path)
     except OSError as error:

@@ -1,4 +1,7 @@
-"""Keeps the state of each rank in the memory of its host, and a copy on another host.
+"""Keeps the state of each rank in the memory of its host, and a copy on another host. || A file
+system in memory, such as /dev/shm, outlives a process that dies; the copy on another host survives
+the loss of a host. These are Megatron-Core's local checkpoints (`--non-persistent-ckpt-type local`)
+with replication.
 
 A file system in memory, such as /dev/shm, keeps what a process that dies had; the copy on another
 host keeps what a host that is lost had. These are Megatron-Core's local checkpoints
@@ -33,7 +36,7 @@ _LOST = -1  # the size of a file that could not be written
 
 
 class LocalCheckpoints:
-    """What ranks of one layout keep of their latest two states; only that layout can load it.
+    """The latest two states of the ranks of one layout, which only that layout can load.
 
     On each host: `step-00000100/rank-00003-<layout>.safetensors`. All methods are collective.
 
@@ -95,7 +98,8 @@ class LocalCheckpoints:
             self._team.each(f"keeping states in {self._folder}", writing.result)
 
     def find(self, tensors: Mapping[str, Tensor | Piece]) -> int | None:
-        """The latest step of which every rank can get a whole state of this layout; None if none.
+        """The latest step whose states of this layout every rank can get whole; None if there is
+        none.
 
         `damage` then says which file of a later step was passed over.
         """
@@ -117,7 +121,8 @@ class LocalCheckpoints:
     def _whole(
         self, step: int, names: Sequence[str], held: Sequence[Set[str]]
     ) -> tuple[int, ...] | None:
-        """For the file of each rank, a rank on whose host a whole one lies; None if one is nowhere.
+        """For each rank's file, a rank whose host has it intact; None if any file is intact
+        nowhere.
 
         Args:
             step: whose files are looked at.
@@ -162,7 +167,7 @@ class LocalCheckpoints:
         return meta
 
     def remove(self) -> None:
-        """Remove what this rank keeps: the run is saved elsewhere."""
+        """Remove this rank's states, since the run is saved elsewhere."""
         self.wait()
         self._remove_all_but()
         with suppress(OSError):  # others still have files there
@@ -205,8 +210,7 @@ class LocalCheckpoints:
         return [dist.isend(piece, group=self._group, group_dst=to) for piece in pieces]
 
     def _receive(self, folder: Path, owner: int, source: int) -> None:
-        """Write the file of a rank, as another one sends it; all of it is received even if it
-        cannot be written.
+        """Write the file that another rank sends; receive all of it even if it cannot be written.
 
         Raises:
             CheckpointError: there is none.
@@ -234,7 +238,7 @@ class LocalCheckpoints:
             yield part
 
     def _remove_all_but(self, *steps: int) -> None:
-        """Remove files of this rank, and those that it keeps of another, of other steps."""
+        """Remove this rank's files of other steps, and the copies it keeps for another rank."""
         folders: list[Path] = []
         with suppress(FileNotFoundError):
             folders = [*self._folder.glob("step-*")]
@@ -256,7 +260,8 @@ def _settle(works: Iterable[dist.Work | None]) -> None:
 
 
 def latest_complete(folder: Path, world_size: int) -> int | None:
-    """The latest step of which the states of so many ranks lie on this host; None if none."""
+    """The latest step for which this host has the states of this many ranks; None if there is
+    none."""
     complete = [
         step
         for step, names in _listed(folder).items()
@@ -266,7 +271,7 @@ def latest_complete(folder: Path, world_size: int) -> int | None:
 
 
 def _listed(folder: Path) -> dict[int, set[str]]:
-    """Step -> names of the files of this host."""
+    """Map each step to the names of its files on this host."""
     found: dict[int, set[str]] = {}
     with suppress(FileNotFoundError):  # a rank that still lives removes an old step
         for path in folder.glob("step-*/rank-*"):
@@ -277,8 +282,8 @@ def _listed(folder: Path) -> dict[int, set[str]]:
 
 
 def _holders(names: Sequence[str], held: Sequence[Set[str]]) -> tuple[int, ...] | None:
-    """For the file of each rank, a rank whose host has it, itself if possible; None if one is
-    nowhere."""
+    """For each rank's file, a rank whose host has it, that rank itself if possible; None if any
+    file is nowhere."""
     holders = []
     for rank, name in enumerate(names):
         known = [holder for holder, files in enumerate(held) if name in files]
@@ -289,7 +294,7 @@ def _holders(names: Sequence[str], held: Sequence[Set[str]]) -> tuple[int, ...] 
 
 
 def _damages(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """The damaged ones of these files, each with what is wrong."""
+    """The damaged files among these, each with what is wrong."""
     found = {name: state_damage(folder / name) for name in names}
     return {name: f"{folder / name} is damaged: {why}" for name, why in found.items() if why}
 
@@ -303,7 +308,7 @@ def _name(rank: int, signature: str) -> str:
 
 
 def _signature(pieces: Mapping[str, Piece]) -> str:
-    """A hash of names, types and places of tensors, the same in the same layout only."""
+    """A hash of the names, types and places of tensors, which differs between layouts."""
     parts = [
         (name, str(piece.local.dtype), tuple(piece.local.shape), str(piece.slices))
         for name, piece in sorted(pieces.items())
@@ -312,7 +317,7 @@ def _signature(pieces: Mapping[str, Piece]) -> str:
 
 
 def _jump_to_another(hosts: list[str]) -> int:
-    """The least distance between ranks at which all are on different hosts; 0 if there is none."""
+    """The least distance between ranks that always leads to another host; 0 if there is none."""
     size = len(hosts)
     for jump in range(1, size):
         if all(hosts[rank] != hosts[(rank + jump) % size] for rank in range(size)):

@@ -21,7 +21,7 @@ _LISTED = 8
 
 
 def mismatches(asked: Shapes, saved: Shapes, skip: tuple[str, ...] = ()) -> list[Mistake]:
-    """Tensors that are missing, of another shape or left over, each kind as one mistake.
+    """Tensors that are missing, have another shape or are left over, as one mistake for each kind.
 
     Args:
         asked: global shapes of the model's tensors, by name.
@@ -67,7 +67,7 @@ def check_shapes(path: Path, asked: Shapes, saved: Shapes) -> None:
 
 
 def check_types(asked: Mapping[str, torch.dtype], saved: Mapping[str, SavedTensor]) -> None:
-    """Check that optimizer state fits its type here, where the checkpoint has it.
+    """Check that the checkpoint's optimizer state fits the types that these settings keep.
 
     Raises:
         OtherSettings: state of 16 bits here was saved in more, of which each load would round
@@ -95,8 +95,8 @@ def check_types(asked: Mapping[str, torch.dtype], saved: Mapping[str, SavedTenso
 
 
 def check_optimizers(asked: Iterable[str], saved: Collection[str]) -> None:
-    """Check that a checkpoint is of the same optimizer: a matrix has one moment with Muon, and two
-    with AdamW.
+    """Check that a checkpoint has the same optimizer: a matrix has one moment with Muon, two with
+    AdamW.
 
     Raises:
         OtherSettings: it is of the other one.
@@ -112,7 +112,7 @@ def check_optimizers(asked: Iterable[str], saved: Collection[str]) -> None:
 
 
 def check_histories(asked: Shapes, saved: Mapping[str, SavedTensor]) -> None:
-    """Check that histories of delayed scales are as long as the checkpoint's.
+    """Check that histories of delayed scales have the checkpoint's length.
 
     Raises:
         OtherSettings: they are longer or shorter here.

@@ -51,8 +51,8 @@ def read_pickle(pickled: bytes) -> Any:
 def read_foreign_pickle(pickled: bytes) -> Any:
     """The contents of another program's pickle, in the same way.
 
-    An object of any class is the dict of its fields, and what a call would have returned, a tensor
-    for example, is a dict of what the call was given. Bytes that lie elsewhere are their address.
+    An object of any class becomes a dict of its fields, and a call, which would have returned a
+    tensor for example, a dict of its arguments. Bytes stored elsewhere become their address.
 
     Raises:
         CheckpointError: the bytes are damaged, or have opcodes that such pickles lack.
@@ -211,7 +211,7 @@ class _ForeignMachine(_PickleMachine):
         return arguments[0] if name == _SHAPE else {"of": name, "given": arguments}
 
     def key(self, key: Any) -> Any:
-        """The same; a number is its text, and anything else the name of its kind."""
+        """The same; a number becomes its text, and anything else the name of its type."""
         if isinstance(key, str) or (isinstance(key, dict) and key.get("offset") is not None):
             return super().key(key)
         return str(key) if isinstance(key, int | float) else type(key).__name__

@@ -9,13 +9,13 @@ from fivefold.mesh.slices import Piece
 
 
 class Staging:
-    """Host memory for copies, which is reused by the next ones."""
+    """Host memory for copies, which later copies reuse."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def copy(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-        """Copies of this rank's parts, complete when this returns."""
+        """Copy this rank's parts; the copies are complete when this returns."""
         staged = {}
         for name, piece in pieces.items():
             local, copy = piece.local, self._kept.get(name)

@@ -1,4 +1,5 @@
-"""The file of one rank's state, with a checksum that covers all of it.
+"""The file of one rank's state, with a checksum over all of it. || A file system in memory has no
+checksums of its own, and no device reports a bit that changed there.
 
 A file system in memory has no checksums of its own, and no device reports a bit that changed there.
 """
@@ -30,7 +31,7 @@ def write_state(path: Path, pieces: Mapping[str, Piece], meta: str) -> None:
 
 
 def state_damage(path: Path) -> str:
-    """What is wrong with a file, by what it says of itself; empty if nothing is."""
+    """What is wrong with a file, judged by its own checksum; empty if nothing is."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -49,7 +50,7 @@ def state_damage(path: Path) -> str:
 
 
 def read_state(path: Path, pieces: Mapping[str, Piece]) -> dict[str, Any]:
-    """The meta of a file that has all these tensors.
+    """The meta of a file that must hold all these tensors.
 
     Raises:
         CheckpointError: it is damaged.
@@ -67,7 +68,7 @@ def read_state(path: Path, pieces: Mapping[str, Piece]) -> dict[str, Any]:
 
 
 def fill_from_state(path: Path, pieces: Mapping[str, Piece]) -> None:
-    """Fill the local parts of pieces from a file that `read_state` has seen."""
+    """Fill the local parts of pieces from a file that `read_state` has checked."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -76,12 +77,13 @@ def fill_from_state(path: Path, pieces: Mapping[str, Piece]) -> None:
 
 
 def _place(path: Path) -> str:
-    """Folder and name of a file, which tell step and rank: its checksum is right anywhere."""
+    """Folder and name of a file, which identify step and rank; its checksum alone is right in any
+    place."""
     return f"{path.parent.name}/{path.name}"
 
 
 def _crc32(meta: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Of names, types, shapes and values, in an order that does not depend on the file's."""
+    """CRC-32 of names, types, shapes and values, in an order that does not depend on the file's."""
     crc = crc32(meta.encode())
     parts = []
     for name, tensor in tensors:

@@ -1,4 +1,5 @@
-"""Writes .safetensors files with the errors and the permissions of any other file.
+"""Writes .safetensors files with the same errors and permissions as any other file. || Their
+library hides the system's error messages, and makes files that only their owner may read.
 
 Their library hides what the system says, and makes files that only their owner may read.
 """

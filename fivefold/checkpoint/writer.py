@@ -45,7 +45,7 @@ class PieceWriter(FileSystemWriter):
 class PieceSavePlanner(DefaultSavePlanner):
     """Plans the writing of `dict[str, Piece]`.
 
-    What several ranks hold is written by one of them, and such writes are spread evenly.
+    A piece that several ranks hold is written by one of them; such writes are spread evenly.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`train --layout auto`: the planner's fastest layout for the ranks that are there."""
+"""`train --layout auto`: the planner's fastest layout for the available ranks."""
 
 from fivefold.check import check
 from fivefold.cli.budget import machine_within
@@ -17,9 +17,11 @@ from fivefold.units import human_bytes, human_seconds
 def planned(
     config: Config, world: int, cluster: str, by_flag: frozenset[str], budget: str | None
 ) -> Config:
-    """The configuration with the fastest layout that the trainer has; says which, and how fast.
+    """The configuration with the fastest layout that can be trained; prints which one, and how
+    fast.
 
-    Every rank of a launcher comes to the same one: nothing in the search depends on time or chance.
+    Every rank of a launcher finds the same layout, since the search depends neither on time nor on
+    chance.
 
     Args:
         config: configuration of the run; the layout settings of its recipe are left to the planner.
@@ -51,7 +53,7 @@ def planned(
 
 
 def ranks_for_gpus(choice: str) -> tuple[str, ...]:
-    """A choice for `plan` in the words of `train` and `tune`."""
+    """Put a choice for `plan` in the words of `train` and `tune`."""
     return (choice.replace("--gpus ", "--nproc "),)
 
 

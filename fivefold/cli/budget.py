@@ -1,4 +1,4 @@
-"""`--memory-budget`: how `train` and `plan` read it, and what `train` chooses for it."""
+"""`--memory-budget`: how `train` and `plan` read it, and what `train` chooses to meet it."""
 
 from fivefold.cli.style import note
 from fivefold.config.config import Config
@@ -26,7 +26,7 @@ def budget_bytes(text: str) -> float:
 
 
 def machine_within(cluster: str, world: int, budget: str | None) -> Cluster:
-    """The cluster with so many devices, whose tensors may take a budget.
+    """The cluster with this many devices, whose tensors may take the budget.
 
     Args:
         cluster: kind of GPU, or TOML file of a cluster.
@@ -44,7 +44,8 @@ def machine_within(cluster: str, world: int, budget: str | None) -> Cluster:
 def within_budget(
     config: Config, world: int, budget: str, cluster: str, by_flag: frozenset[str]
 ) -> Config:
-    """The configuration with the fastest memory settings that fit; says which, and at what price.
+    """The configuration with the fastest memory settings that fit; prints which, and what they
+    cost.
 
     Args:
         config: configuration of the run.

@@ -1,4 +1,5 @@
-"""`fivefold completion`: what a shell asks when Tab is pressed, and the lines that make it ask."""
+"""`fivefold completion`: answers a shell when Tab is pressed, and prints the lines that set this
+up."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,9 +39,9 @@ SCRIPTS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Options:
-    """Print the lines that let a shell complete commands, flags, their values and recipes.
+    """Print the code with which a shell completes commands, flags, their values and recipes.
 
-    For bash: `eval "$(fivefold completion bash)"` in ~/.bashrc; zsh alike, in ~/.zshrc; for fish:
+    For bash: `eval "$(fivefold completion bash)"` in ~/.bashrc; for zsh the same in ~/.zshrc; fish:
     `fivefold completion fish > ~/.config/fish/completions/fivefold.fish`.
     """
 
@@ -60,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def continuations(line: str) -> list[str]:
-    """The words that may stand where a line ends, which begin as its last word does."""
+    """The words that can complete the last word of a line."""
     words = line.split()
     begun = "" if not words or line[-1].isspace() else words.pop()
     return sorted({word for word in _words(words, begun) if word.startswith(begun)})
@@ -104,7 +105,7 @@ def _flags(settings: Mapping[str, Setting]) -> Iterator[str]:
 
 
 def _named(word: str, settings: Mapping[str, Setting]) -> Setting | None:
-    """The setting whose flag a word is."""
+    """The setting that a flag sets."""
     if not word.startswith("--"):
         return None
     name = word[2:].replace("-", "_")

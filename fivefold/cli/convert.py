@@ -29,13 +29,13 @@ Bytes = Annotated[float, Allowed(lambda v: v >= 1, "at least 1")]
 
 @dataclass(frozen=True)
 class Options:
-    """Convert weights, in the direction that the first folder tells.
+    """Convert weights between a run folder and other formats; the source decides the direction.
 
-    From a Hugging Face folder (config.json and .safetensors), one in which PEFT saved an adapter,
-    or a distributed checkpoint of Megatron-core, to a run folder, from which `fivefold sample` and
-    `train --load` start; from a run folder to a Hugging Face folder, which transformers loads, with
-    adapters merged. To train with weights of others, nothing has to be converted: `fivefold train
-    --model FOLDER --load FOLDER` reads them, each rank its own part.
+    A Hugging Face folder (config.json and .safetensors), a PEFT adapter or a distributed checkpoint
+    of Megatron-core becomes a run folder, which `fivefold sample` and `train --load` read. A run
+    folder becomes a Hugging Face folder, which transformers loads, with adapters merged. Training
+    needs no conversion: `fivefold train --model FOLDER --load FOLDER` reads such weights directly,
+    each rank its own part.
     """
 
     source: str = argument(
@@ -44,19 +44,21 @@ class Options:
     target: str = argument("folder to make")
     step: int | None = option(None, "step of the run's checkpoint (default: the latest)")
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] | None = option(
-        None, "type of the weights for Hugging Face (default: that of training)"
+        None, "type of weights written for Hugging Face (default: that of training)"
     )
     max_shard_size: Bytes | None = option(
-        None, "most bytes of a file for Hugging Face (default: 5e9)"
+        None, "most bytes per file written for Hugging Face (default: 5e9)"
     )
     model: str | None = option(
         None, "model of a Megatron-core checkpoint: preset, hub name, or path of a config.json"
     )
     base: str | None = option(
-        None, "Hugging Face folder that an adapter of PEFT is for (default: where it says)"
+        None,
+        "Hugging Face folder with the base weights of a PEFT adapter (default: the one that it "
+        "names)",
     )
     adapter: bool = option(
-        False, "write a run's adapters (LoRA) alone, as PEFT keeps them, not merged weights"
+        False, "write only a run's adapters (LoRA), in PEFT's format, instead of merged weights"
     )
 
 
@@ -110,14 +112,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _warn(made: "Converted") -> None:
-    """Tell of weights that are converted as they are, and that no text or loss can come of."""
+    """Warn of weights that were converted unchanged, but with which no loss or text is possible."""
     if made.spoilt:
         what = several(len(made.spoilt), "tensor")
         note(f"{what} with infinities or NaN, as in the source: {few(made.spoilt, SHOWN)}")
 
 
 def _check(options: Options, *, inward: bool) -> tuple[Path, ModelConfig | None]:
-    """Check all that can be checked without loading torch.
+    """Check everything that can be checked without loading torch.
 
     Returns the folder of whole weights, and the model that --model names.
     """

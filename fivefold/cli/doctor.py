@@ -31,7 +31,7 @@ Verdict = Literal["ok", "note", "bad"]
 PYTHON, TORCH = (3, 11), (2, 11)
 FREE_DISK = 10 << 30  # bytes; with less, a few checkpoints of a small model may not fit
 KNOWN, KNOWN_TOKENS = "llama3-8b", 8192
-"""Whose layer the cost of launches is held against."""
+"""The model with whose layer the cost of launches is compared."""
 MARKS: dict[Verdict, tuple[str, Style]] = {
     "ok": ("ok  ", "green"),
     "note": ("note", "yellow"),
@@ -157,9 +157,9 @@ def _machine() -> Iterator[HealthLine]:
 
 
 def disk(name: str, folder: Path, flag: str) -> HealthLine:
-    """Whether runs can write to a folder, for which the flag names another, and its free space.
+    """Whether runs can write to a folder (the flag names another one), and its free space.
 
-    What is not there yet is made in the nearest folder that is.
+    A folder that does not exist yet is checked by its nearest existing parent.
     """
     folder = next(place for place in (folder, *folder.parents) if place.exists())
     space = shutil.disk_usage(folder).free
@@ -269,8 +269,8 @@ def _nothing() -> None:
 
 
 def _launches(device: str, speed: float) -> HealthLine:
-    """What the host needs to launch an operation, and so at least for a layer; the share that this
-    is of the time of a known layer's products, at `speed` FLOP/s."""
+    """The time of the host to launch an operation, and so at least for a layer; its share of the
+    time of a known layer's products, at `speed` FLOP/s."""
     import torch
 
     from fivefold.config.presets import PRESETS
@@ -313,7 +313,7 @@ def _fused_adamw(device: str) -> HealthLine:
 
 
 def _attention(device: str) -> HealthLine:
-    """The kernel that computes attention in bf16, and why faster ones cannot."""
+    """The kernel that computes attention in bf16, and why faster ones cannot be used."""
     import torch
 
     from fivefold.model.attention.kernels import KERNELS

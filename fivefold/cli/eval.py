@@ -1,4 +1,4 @@
-"""`fivefold eval`: the loss of a run's checkpoint over its validation sets, or what tasks say."""
+"""`fivefold eval`: the loss of a run's checkpoint over its validation sets, or scores of tasks."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,10 +58,10 @@ def _same(name: str, default: Any = None) -> Any:
 class Options:
     """Compute the loss of a run's checkpoint over its validation sets, in any layout.
 
-    Without flags one device reads what the run itself reads at an evaluation: the same losses.
-    Perplexity is exp(loss) by token; bits a byte, known for byte-level tokenizers, compare models
-    with different tokenizers. --tasks evaluates tasks of lm-evaluation-harness instead, on one
-    device (extra: fivefold[eval]).
+    Without flags one device reads the batches of the run's own evaluations, and gets the same
+    losses. Perplexity is exp(loss) per token; bits per byte, known for byte-level tokenizers,
+    compare models with different tokenizers. --tasks evaluates tasks of lm-evaluation-harness
+    instead, on one device (extra: fivefold[eval]).
     """
 
     run: str = argument(RUN_HELP)
@@ -73,9 +73,11 @@ class Options:
         (), "tasks of lm-evaluation-harness that choose or score: names, or paths of .yaml files"
     )
     num_fewshot: Whole | None = option(
-        None, "examples in each context of --tasks (default: the task's)"
+        None, "with --tasks: examples in each prompt (default: the task's)"
     )
-    limit: Count | None = option(None, "first documents of each of --tasks (default: all)")
+    limit: Count | None = option(
+        None, "with --tasks: use only this many documents of each task (default: all)"
+    )
     valid_data_path: tuple[str, ...] = _same("valid_data_path", ())
     split: str | None = _same("split")
     eval_iters: int | None = _same("eval_iters")
@@ -168,9 +170,10 @@ def _task_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _config(options: Options) -> Config:
-    """The settings of the run, with its layout and its evaluations replaced by what is asked for.
+    """The settings of the run, with layout and evaluation replaced by what was asked for.
 
-    What only trains (recomputation, the optimizer, a growing batch, logs) is left at its defaults.
+    Settings that only affect training (recomputation, the optimizer, a growing batch, logs) are at
+    their defaults.
     """
     folder = Path(options.run)
     config = run_config(folder)
@@ -198,7 +201,7 @@ def _config(options: Options) -> Config:
 
 
 def _is_endless(config: Config) -> bool:
-    """Whether a pass over the validation split would have no end."""
+    """Whether one pass over the validation split would never end."""
     return MOCK in config.data.data_path
 
 
@@ -223,13 +226,13 @@ def _as_json(run: str, found: Sequence["Evaluated"]) -> dict[str, Any]:
 
 
 def _checkpoint(options: Options) -> str:
-    """The words of a command line that name what is evaluated."""
+    """The words of a command line that name the checkpoint."""
     step = "" if options.step is None else f" --step {options.step}"
     return f"{quote(options.run)}{step}"
 
 
 def _whole(options: Options) -> str:
-    """The words that evaluate the same sets in the same layout, but each sample once."""
+    """The command that evaluates the same sets in the same layout, with each sample once."""
     given = (s for s in changed(options) if s.name not in ("run", "step", *_OF_A_PART))
     words = [setting.typed(getattr(options, setting.name)) for setting in given]
     return " ".join([*words, "--full-validation"])

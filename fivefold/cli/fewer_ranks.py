@@ -1,4 +1,4 @@
-"""`train --min-nproc`: goes on with the ranks that are left, in a layout that fits them."""
+"""`train --min-nproc`: continues with the remaining ranks, in a layout that fits them."""
 
 import os
 from collections.abc import Callable
@@ -23,10 +23,10 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class FewerRanks:
-    """Trains again on fewer ranks after a failure that restarts have not mended.
+    """Trains on fewer ranks after a failure that restarts did not cure.
 
-    Such a failure may be of one device, which is then left out. If it comes back, after the same
-    step, it is of the run itself.
+    Such a failure may be caused by one device, which is then left out. If it recurs after the same
+    step, the run itself causes it.
 
     Attributes:
         config: settings of the run; its layout is the planner's where it does not fit fewer ranks.
@@ -46,7 +46,7 @@ class FewerRanks:
     train: Callable[..., "End"]
 
     def run(self, layout: Layout) -> "End":
-        """Train in this layout, then as long as that helps in those of fewer ranks."""
+        """Train in this layout, then, as long as that helps, in layouts of fewer ranks."""
         from fivefold.train.folder.run_folder import RunFolder
 
         assert self.config.checkpoint.save is not None
@@ -64,7 +64,8 @@ class FewerRanks:
         return end
 
     def _smaller(self, layout: Layout) -> Layout | None:
-        """The layout of the most ranks below these; None, told why, if there is none."""
+        """The layout with the most ranks below these; None, after printing why, if there is
+        none."""
         for world in range(layout.grid.world_size - 1, self.least - 1, -1):
             if self.by_flag is None:
                 with suppress(ConfigError):
@@ -78,7 +79,7 @@ class FewerRanks:
 
 
 def leave_out(rank: int, ranks: int) -> str:
-    """Hide the GPU of a rank from those that come, if each rank had its own; says which."""
+    """Hide the GPU of a rank from later ranks, if each rank had its own; prints which."""
     count = visible_gpus()
     if count < ranks:  # they shared GPUs, or are on the CPU
         return ""

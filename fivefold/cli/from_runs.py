@@ -1,4 +1,4 @@
-"""`plan --from RUN...`: the machine as runs on it show it, and what they could gain."""
+"""`plan --from RUN...`: the machine as measured by runs on it, and what these runs could gain."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from fivefold.tell.columns import prose
 
 
 def with_model(argv: Sequence[str]) -> list[str]:
-    """The command line, with the settings of the last run of --from where it names no recipe.
+    """The command line, with the settings of the last run of --from if it names no recipe.
 
     Raises:
         DataError: it is not a run folder.
@@ -39,7 +39,7 @@ def with_model(argv: Sequence[str]) -> list[str]:
 
 
 def machine(runs: Sequence[str], cluster: str | None, file: str | None) -> Posterior:
-    """What runs say of a machine.
+    """The machine that runs show.
 
     Args:
         runs: run folders.
@@ -80,7 +80,7 @@ def could_gain(folder: Path, cluster: str | None) -> list[str]:
 
 
 def taught(known: Posterior, result: SearchResult) -> Iterator[str]:
-    """What the runs say: how right the planner is, the constants, and what a run could gain."""
+    """What the runs show: the planner's errors, the fitted constants, and what a run could gain."""
     yield from runs_table(known)
     yield ""
     yield from constants_table(known)

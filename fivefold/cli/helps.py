@@ -1,4 +1,4 @@
-"""What options say that several commands have."""
+"""Help texts of options that several commands share."""
 
 RECIPE_HELP = "name of a shipped recipe, or path of a .toml file"
 RUN_HELP = "run folder of `fivefold train`"

@@ -77,9 +77,9 @@ _EXAMPLES = MappingProxyType(
 )
 _WHY = MappingProxyType(
     {
-        "image": "nodes run a container that has Fivefold in it, as of examples/Containerfile",
+        "image": "nodes run a container with Fivefold in it: examples/Containerfile builds one",
         "volume": "all nodes write one run folder, and their own disks are lost with them",
-        "save": "workers have other folders, and all write one: name it from the root",
+        "save": "workers run in folders of their own, and all write this one: give its full path",
     }
 )
 _IDLE = MappingProxyType(
@@ -96,20 +96,22 @@ _IDLE = MappingProxyType(
 
 @dataclass(frozen=True)
 class Options:
-    """Write the job file of a run for a cluster, and with --submit hand it in.
+    """Write the job file of a run for a cluster, and with --submit submit it.
 
-    The file holds the settings of the recipe and the flags, so that nothing else is needed there
-    but Fivefold and the data. A layout that does not fit the ranks is refused here.
+    The file contains all settings of the recipe and the flags; the cluster needs only Fivefold and
+    the data. A layout that does not fit the ranks is refused.
     """
 
     target: Literal["slurm", "kubernetes", "skypilot", "ray"] = argument("kind of cluster")
     recipe: str | None = argument(RECIPE_HELP, None)
     nodes: Count = option(1, "machines")
-    ranks_per_node: Count = option(8, "ranks a machine, each with a GPU")
-    gpu: str | None = option("H100", "kind of GPU, which SkyPilot and Ray ask for; none: CPUs only")
+    ranks_per_node: Count = option(8, "ranks per machine, each with a GPU")
+    gpu: str | None = option(
+        "H100", "kind of GPU to request from SkyPilot and Ray; none: CPUs only"
+    )
     time: str = option("24:00:00", "time limit: minutes, H:MM:SS or D-HH:MM:SS")
-    image: str | None = option(None, "container image that has Fivefold")
-    max_restarts: Whole = option(3, "times that a job is started again after a failure")
+    image: str | None = option(None, "container image that contains Fivefold")
+    max_restarts: Whole = option(3, "how often a job is restarted after a failure")
     volume: str | None = option(None, "shared volume and where to mount it, as CLAIM:/PATH")
     name: str | None = option(None, "name of the job (default: that of the recipe)")
     output: str | None = option(None, "file to write (default: print it)")

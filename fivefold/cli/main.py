@@ -7,6 +7,7 @@ and `run(argv) -> status`. If `Options` has a field `recipe`, every setting of a
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import MappingProxyType
 from typing import NoReturn
@@ -29,19 +30,19 @@ VERBS: Mapping[str, str] = MappingProxyType(
     {
         "plan": "find the fastest layout of a model that fits on a cluster, and explain why",
         "train": "train a model in any layout, from a laptop to a cluster",
-        "tune": "find the fastest layout on this machine by short trials, and learn the machine",
-        "launch": "write, and submit, the job of a run: Slurm, Kubernetes, SkyPilot, Ray",
+        "tune": "find the fastest layout on this machine by short training trials",
+        "launch": "write or submit a job for Slurm, Kubernetes, SkyPilot or Ray",
         "verify": "prove that a layout computes what one device computes",
-        "rehearse": "run a rank of each role of any layout here: memory, messages, would it hang",
+        "rehearse": "run one rank of each role of any layout here: would it hang, does it fit",
         "schedule": "draw and time a pipeline schedule, or compare all of them",
         "audit": "compare a run with theory: bytes on the wire, memory, FLOPs, time",
-        "watch": "show a run in the terminal while it goes on",
-        "profile": "show what torch's profiler saw of a run, and join the traces of its ranks",
-        "report": "show a run, or two side by side, as a page",
-        "eval": "loss of a checkpoint over validation sets, in any layout",
+        "watch": "show the progress of a run in the terminal",
+        "profile": "show where the time of a profiled step went, and join its ranks' traces",
+        "report": "write a page about a run, or about two side by side",
+        "eval": "compute the loss of a checkpoint over validation sets, in any layout",
         "sample": "continue a prompt with a trained model",
-        "convert": "weights of Hugging Face, Megatron-core or PEFT into a run, or a run's out",
-        "translate": "a job of Megatron-LM or DeepSpeed as a recipe",
+        "convert": "convert weights between runs and Hugging Face, Megatron-core or PEFT",
+        "translate": "translate a job of Megatron-LM, DeepSpeed or torchtitan into a recipe",
         "data": "tokenise a recipe's corpus and count its tokens",
         "doctor": "show what this machine can do",
         "completion": "let bash, zsh or fish complete commands, flags and recipes",
@@ -54,7 +55,10 @@ MEANT_VERBS = {
         ("sample", "generate chat predict infer inference"),
         ("eval", "evaluate validate test benchmark"),
         ("convert", "export import merge merge-weights"),
-        ("translate", "from-megatron megatron from-deepspeed deepspeed migrate port"),
+        (
+            "translate",
+            "from-megatron megatron from-deepspeed deepspeed from-torchtitan torchtitan port",
+        ),
         ("data", "tokenize tokenise preprocess preprocess-data prepare prepare-data"),
         ("plan", "estimate estimate-memory memory search"),
         ("doctor", "env info check"),
@@ -68,15 +72,15 @@ MEANT_VERBS = {
 
 
 def program() -> NoReturn:
-    """`main`, as a process of its own."""
+    """`main` as a process of its own."""
     process.own_streams()
     process.begin()
     process.leave(main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; return 0 for success, 1 for a failure, 2 for a mistake in it, else 128
-    and the signal that ended it, or a rank of it."""
+    """Run a command line; return 0 for success, 1 for a failure, 2 for a mistake in it, or 128 plus
+    the signal that ended it or one of its ranks."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with (
@@ -89,8 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except FivefoldError as error:
         if _tells(error):
-            # In one piece, so that ranks that fail at the same time do not mix their lines.
-            sys.stderr.write(f"{paint('error:', 'red', sys.stderr)} {error}\n")
+            # In one piece, so that ranks that fail at the same time do not mix their lines; where
+            # nobody can read it, the status still tells.
+            with suppress(OSError):
+                sys.stderr.write(f"{paint('error:', 'red', sys.stderr)} {error}\n")
         return error.status
     except KeyboardInterrupt:
         return 130
@@ -101,9 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tells(error: FivefoldError) -> bool:
-    """Whether this rank of a cluster prints an error that other ranks may have, too.
+    """Whether this rank of a cluster prints an error that other ranks may have as well.
 
-    Ranks of a host read the same settings and files; another host may be given other ones.
+    Ranks of one host read the same settings and files; another host may have different ones.
     """
     if isinstance(error, RanksFailed):
         return False
@@ -139,7 +145,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _see_current_folder() -> None:
-    """Refuse to work in a folder that is gone, where PyTorch cannot even be imported."""
+    """Refuse to work in a folder that no longer exists, in which PyTorch cannot be imported."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -148,8 +154,7 @@ def _see_current_folder() -> None:
 
 
 def _explained(topic: str) -> list[str]:
-    """The words that explain a command, a setting of a run or a flag of some command, by its name
-    alone."""
+    """The command line that explains a command, a setting or a flag, given by name only."""
     if topic in VERBS:
         return [topic, "--help"]
     from fivefold.config.reference import is_topic, is_word, resembles_topic
@@ -164,12 +169,12 @@ def _explained(topic: str) -> list[str]:
 
 
 def _named_elsewhere(verb: str) -> str | None:
-    """The command that other trainers call so."""
+    """The command that other trainers know by this name."""
     return MEANT_VERBS.get(verb.lower().replace("_", "-"))
 
 
 def _meant(verb: str) -> str:
-    """Which command one that there is not may have meant, to follow it in a message."""
+    """A suggestion for an unknown command, to be appended to a message."""
     known = _named_elsewhere(verb)
     return f", did you mean {known!r}?" if known else did_you_mean(verb, (*VERBS, "help"))
 
@@ -187,8 +192,8 @@ def _overview() -> str:
             "",
             *listed([(f"  {verb}", summary) for verb, summary in VERBS.items()]),
             "",
-            "fivefold help COMMAND shows its flags, help FLAG one,",
-            "help WORD all that are about it, as fivefold help muon.",
+            "fivefold help COMMAND shows its flags, fivefold help FLAG one flag,",
+            "fivefold help WORD all that match it, such as fivefold help muon.",
             "fivefold --version",
             "try: fivefold train demo --nproc 4",
         ]

@@ -68,7 +68,7 @@ def _name(loaded: Loaded[Options]) -> str:
 
 
 def _with_model(argv: Sequence[str]) -> Sequence[str]:
-    """The command line, with a run of --from for a recipe where it names none."""
+    """The command line, with a run of --from as its recipe if it names none."""
     if not any(word.partition("=")[0] in ("--from", "--from-runs") for word in argv):
         return argv
     from fivefold.cli.from_runs import with_model
@@ -100,7 +100,7 @@ def _calibrate(argv: Sequence[str]) -> int:
 
 
 def _tokens(text: str | None) -> float | None:
-    """The number that a text such as '15T' means; nan if it means none."""
+    """The number in a text such as '15T'; nan if it is none."""
     if text is None:
         return None
     scale = SUFFIXES.get(text[-1:].upper(), 1.0)
@@ -127,7 +127,7 @@ def _record(
     other: "Request | None",
     known: "Posterior | None",
 ) -> dict[str, Any]:
-    """All that was asked for, as a value for JSON."""
+    """The whole request, as a value for JSON."""
     from fivefold.tell.record import as_json, compared
 
     told = as_json(result, tokens, options.top)
@@ -160,7 +160,7 @@ def _report(
     known: "Posterior | None",
     argv: Sequence[str],
 ) -> Iterator[str]:
-    """The answer, the reasons, what else was asked for, and the next commands."""
+    """The answer, the reasons, answers to further questions, and the next commands."""
     from fivefold.tell.answer import answer, next_commands, reasons, title, why
     from fivefold.tell.explain import best_with, sensitivities
     from fivefold.tell.report import NUMBERS, cost_lines, ranked
@@ -189,7 +189,7 @@ def _report(
 
 
 def _details(result: "SearchResult", changes: Sequence["Sensitivity"]) -> Iterator[str]:
-    """Where time and memory go, what is sent, and what other layouts would be."""
+    """Where time and memory go, what is sent, and what other layouts would cost."""
     from fivefold.counts.derived import moved_and_kept
     from fivefold.tell import report
     from fivefold.tell.effects import effects
@@ -212,7 +212,7 @@ def _details(result: "SearchResult", changes: Sequence["Sensitivity"]) -> Iterat
 
 
 def _questions(result: "SearchResult", options: Options) -> Iterator[str]:
-    """What rules of thumb and public guides say, if that was asked."""
+    """The rules of thumb and public guides, if they were asked for."""
     if options.rules:
         from fivefold.tell.report import rules
         from fivefold.tell.rules import rule_of_thumb

@@ -1,4 +1,4 @@
-"""What `fivefold plan` can be asked, and the request that it is for the planner."""
+"""The options of `fivefold plan`, and the request that they make to the planner."""
 
 import os
 from collections.abc import Sequence
@@ -45,19 +45,19 @@ class Options:
         None, "number of GPUs (default: that of the cluster's file, one node, or the runs')"
     )
     from_runs: tuple[str, ...] = option(
-        (), "run folders from which to learn the machine's constants before planning"
+        (), "run folders to fit the machine's constants to before planning"
     )
     learned: str | None = option(
-        None, "with --from, also write the machine as the runs show it to this .toml file"
+        None, "with --from: also write the fitted machine to this .toml file"
     )
     host_memory: Positive | None = option(
-        None, "GB of memory of a node's hosts (default: those of the cluster)"
+        None, "GB of host memory per node (default: the cluster's)"
     )
     memory_budget: str | None = option(
         None, f"{BUDGET_HELP} (default: the GPU's, less what is reserved and left free)"
     )
     memory_margin: Share | None = option(
-        None, "share of a GPU's memory to leave free (default: the cluster's, 0.05 as a rule)"
+        None, "share of a GPU's memory to leave free (default: the cluster's, usually 0.05)"
     )
     verbose: bool = option(
         False, "also show time, kernels, memory, messages, trade-offs and a whole run in detail"
@@ -73,13 +73,13 @@ class Options:
         False, "choose only schedules and techniques that published runs have used"
     )
     guide: bool = option(
-        False, "show what the decision tables of public guides say, and what that would cost"
+        False, "show what decision tables of public guides recommend, and how much slower that is"
     )
     train_tokens: str | None = option(
         None, "tokens of a whole run, such as 15T: show GPU hours, days and checkpoints"
     )
     emit: Literal["fivefold", "megatron", "torchtitan", "deepspeed"] | None = option(
-        None, "print only the settings for this trainer of the best layout that it can run"
+        None, "print only settings, for this trainer, of the best layout that it can run"
     )
     html: str | None = option(
         None, "also write a page with timeline, memory and parts of the step time to this file"
@@ -96,7 +96,7 @@ class Options:
 
 
 def alone(argv: Sequence[str], *used: str) -> Options:
-    """The options of a command line that asks for something else than a plan.
+    """The options of a command line that asks for something other than a plan.
 
     Raises:
         ConfigError: it has more than those `used`, which nothing would read.
@@ -106,7 +106,7 @@ def alone(argv: Sequence[str], *used: str) -> Options:
     implied = (name for switch in given.switches for name in SWITCHES[switch])
     words += map(flag_of, sorted({*given.values, *given.switches}.difference(used, implied)))
     if words:
-        what = f"{flag_of(used[0])} is done instead of planning, and reads nothing of "
+        what = f"{flag_of(used[0])} runs instead of planning, and ignores "
         attempt = f"leave out {' '.join(words)}"
         raise ConfigError(Mistake(what + ", ".join(words), attempt=attempt))
     return load_options(argv, Options)
@@ -115,7 +115,7 @@ def alone(argv: Sequence[str], *used: str) -> Options:
 def planned_request(
     loaded: Loaded[Options], tokens: float | None
 ) -> tuple["Request", "Posterior | None"]:
-    """The request of the command line, and what runs say of its machine, if any are given.
+    """The request of a command line, and what the given runs show of its machine.
 
     Raises all mistakes at once, before the search.
     """
@@ -150,12 +150,12 @@ def planned_request(
 
 
 def _check_numbers(options: Options, tokens: float | None, mistakes: Mistakes) -> None:
-    """Add numbers that cannot be, and those that are of something else than a plan."""
+    """Add impossible numbers, and those that do not belong to a plan."""
     if options.nproc is not None:
-        what = f"--nproc {options.nproc} is of --calibrate: a plan is for --gpus"
+        what = f"--nproc {options.nproc} is for --calibrate; a plan takes --gpus"
         mistakes.add(what, works=(f"--gpus {options.nproc}",))
     if options.device != "auto":
-        what = f"--device {options.device} is of --calibrate: a plan is for a --cluster"
+        what = f"--device {options.device} is for --calibrate; a plan takes --cluster"
         mistakes.add(what, works=("--device auto",))
     margin, budget = options.memory_margin, options.memory_budget
     if margin is not None and budget is not None:
@@ -171,7 +171,7 @@ def _check_numbers(options: Options, tokens: float | None, mistakes: Mistakes) -
 
 
 def _check_output(options: Options, mistakes: Mistakes) -> None:
-    """Add what is asked for and would not be printed, or written."""
+    """Add output options that would have no effect, or cannot be written."""
     if options.learned is not None and not options.from_runs:
         mistakes.add(f"--learned {options.learned} needs runs", works=("--learned none",))
     if options.json and options.emit is not None:
@@ -198,7 +198,7 @@ def _check_output(options: Options, mistakes: Mistakes) -> None:
 
 
 def none_proven(asked: "Request") -> ConfigError | None:
-    """The error to raise where nothing fits but what no published run has used."""
+    """The error to raise if only layouts without published precedent fit."""
     from fivefold.search.search import search
     from fivefold.tell.describe import summary
 
@@ -217,7 +217,7 @@ def none_proven(asked: "Request") -> ConfigError | None:
 
 
 def _machine(options: Options) -> tuple[Cluster, "Posterior | None"]:
-    """The machine to plan for, and what the given runs say of it."""
+    """The machine to plan for, and what the given runs show of it."""
     if not options.from_runs:
         return load_cluster(options.cluster or USUAL_CLUSTER, options.gpus), None
     from fivefold.cli.from_runs import machine

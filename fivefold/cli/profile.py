@@ -20,10 +20,10 @@ WIDTH = 60  # characters of an operation's name
 
 @dataclass(frozen=True)
 class Options:
-    """Show what took the time in a profiled step, rank by rank, and write one trace of all ranks.
+    """Show where the time of a profiled step went, rank by rank, and write one trace of all ranks.
 
-    The run must have been trained with --profile --use-pytorch-profiler. The trace is Chrome's
-    format, for ui.perfetto.dev: pipeline actions and messages carry their names.
+    The run must have been trained with --profile --use-pytorch-profiler. The trace is in Chrome's
+    format, for ui.perfetto.dev, with named pipeline actions and messages.
     """
 
     run: str = argument(RUN_HELP)

@@ -1,4 +1,4 @@
-"""`fivefold rehearse`: run ranks of any layout on this machine, with shapes for numbers."""
+"""`fivefold rehearse`: run ranks of any layout on this machine, on tensors without values."""
 
 import os
 from collections.abc import Sequence
@@ -21,20 +21,22 @@ from fivefold.tell.describe import parallelism
 class Options:
     """Run a step of one rank of each role of a layout of any size, without its memory or network.
 
-    The ranks run what they would run in training, on tensors that have shapes but no values. Shown
-    are memory, operations, waits of the host and bytes sent, beside what planner and theory say.
-    Messages are held against each other: the exit status is 0 only if every collective and every
-    message of the rehearsed ranks meets its counterpart, and all bytes are as theory says.
+    The ranks run the code of training, on tensors that have shapes but no values. The output shows
+    memory, operations, waits of the host and bytes sent, and compares them with the planner and
+    theory. The exit status is 0 only if every collective and every message of the rehearsed ranks
+    has its counterpart on the other ranks, and all bytes equal theory.
     """
 
     recipe: str | None = argument(RECIPE_HELP, None)
-    nproc: Count = option(1, "ranks of the job, of which only a few are run")
+    nproc: Count = option(1, "ranks of the job; only a few of them are run")
     ranks: Literal["roles", "every"] = option(
         "roles", "which ranks to run: one of each role, or every one"
     )
-    device: Literal["gpu", "cpu"] = option("gpu", "what the job is to run on: its code differs")
-    jobs: Count | None = option(None, "processes that rehearse ranks (default: one for each core)")
-    cluster: str = option("H100", "kind of GPU, or TOML file of a cluster, with which to compare")
+    device: Literal["gpu", "cpu"] = option("gpu", "device of the job, for which the code differs")
+    jobs: Count | None = option(None, "processes that run ranks (default: one per core)")
+    cluster: str = option(
+        "H100", "kind of GPU, or TOML file of a cluster, whose prediction is compared"
+    )
     json: bool = option(False, JSON_HELP)
 
 

@@ -1,4 +1,4 @@
-"""`fivefold report`: a run, or two, as a page."""
+"""`fivefold report`: write a page about one run or two."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,16 +19,17 @@ FILE = "report.html"
 class Options:
     """Write a page about a run, or about two runs side by side.
 
-    It shows losses, throughput, memory, events, what --audit and --profile measured beside theory,
-    the load of experts, settings and machine. The page is one file, which needs no network.
+    It shows losses, throughput, memory, events, the measurements of --audit and --profile compared
+    with theory, the load of experts, settings and machine. The page is one file that needs no
+    network.
     """
 
     run: str = argument(RUN_HELP)
     other: str | None = argument("run folder to compare it with", None)
     cluster: str | None = option(
         None,
-        "kind of GPU, or TOML file of a cluster, for what the runs could gain (default: that of a "
-        "run on GPUs)",
+        "kind of GPU, or TOML file of a cluster, to show which layouts would be faster "
+        "(default: the GPU of the run)",
     )
     html: str | None = option(None, f"file to write (default: {FILE} in the first run's folder)")
 
@@ -47,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _gains(folder: Path, cluster: str | None) -> list[str]:
-    """What a run could gain, on the machine as the run itself shows it; empty if none is known."""
+    """What a run could gain on its machine as the run itself measured it; empty if unknown."""
     from fivefold.cli.from_runs import could_gain
 
     try:

@@ -33,24 +33,25 @@ class Options:
 
     run: str = argument(RUN_HELP)
     prompt: str = argument("text to continue", "")
-    prompts: str | None = option(None, "file of texts to continue, one a line, all at once")
+    prompts: str | None = option(None, "file of texts to continue, one per line")
     num_samples: Count = option(1, "texts for each prompt")
     chat: bool = option(
-        False, "answer each line of the standard input, by the tokenizer's chat template"
+        False, "answer each line of standard input, with the tokenizer's chat template"
     )
     step: int | None = option(None, STEP_HELP)
     max_tokens: Count = option(100, "most tokens to generate")
     temperature: NonNegative = option(
-        0.8, "temperature of the softmax: 0 always takes the most likely token"
+        0.8, "temperature of the softmax; 0: always the most likely token"
     )
     top_k: Whole = option(50, "number of most likely tokens to draw from; 0: all")
     top_p: PositiveShare = option(
-        1.0, "least probability that the tokens to draw from have together"
+        1.0, "draw from the smallest set of tokens with at least this probability"
     )
     seed: Whole = option(0, "seed of the draws")
     device: Asked = option("auto", "where to compute")
     tensor_model_parallel_size: Count = option(
-        1, "ranks on this machine that split heads, MLPs and vocabulary, with their keys and values"
+        1,
+        "ranks on this machine that split heads, MLPs, vocabulary, and the cached keys and values",
     )
 
 

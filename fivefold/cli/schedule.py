@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _as_typed(choice: str) -> tuple[str, ...]:
-    """The flags to suggest for a choice of values that a schedule offers."""
+    """The flags to suggest for values that a schedule offers."""
     kind, value = read_choice(choice)
     match kind:
         case "microbatches" | "groups":
@@ -113,7 +113,7 @@ def _run(options: Options) -> int:
 
 
 def _of_cut(study: Study, cut: Cut, measured: "MeasuredPieces | None") -> Study:
-    """The study of a model's stages, in whose heading measured times are those of a mean rank."""
+    """The study of a model's stages; measured times in its heading are means over ranks."""
     stages, times = cut.stages, study.times
     if measured:
         whole, ranks = joined(stages), study.num_ranks
@@ -160,7 +160,7 @@ def _measured(options: Options) -> "MeasuredPieces | None":
     check_same_pieces(config.model, resolve_model(options.balance))
     program, simulation = measured_program(read_measured(folder))
     if program.placement != layout.order().program().placement:
-        what = f"{folder} was profiled with other stages than those of its settings"
+        what = f"{folder} was profiled with stages other than those of its settings"
         raise ConfigError(Mistake(what, attempt="a profiled run: fivefold train --profile"))
     stages = layout.split.stages
     return measured_pieces(config.model, stages, median_costs(program, simulation))
@@ -190,7 +190,7 @@ def _cut(options: Options, study: Study, measured: "MeasuredPieces | None") -> C
 
 
 def _results(options: Options, study: Study, asked: str) -> list[StudyResult]:
-    """One result for a schedule or a file; for a run, the measured and the simulated one."""
+    """One result for a schedule or a file; for a run, the measured one and the simulated one."""
     path = Path(asked)
     if path.is_dir() or path.suffix == ".jsonl":
         return measured_results(read_measured(path), path.resolve().name)

@@ -62,13 +62,13 @@ class Options:
     layout: str | None = option(None, "with --balance: evaluate this layout instead of cutting")
     layer_costs: str | None = option(
         None,
-        "with --balance: relative costs such as dense=0.55,moe=1,mtp=1.8,head=0.7, where --costs "
-        "are times at cost 1; by default costs follow from FLOPs, and --costs are a rank's mean",
+        "with --balance: relative costs such as dense=0.55,moe=1,mtp=1.8,head=0.7; --costs are "
+        "the times at cost 1 (default: costs from FLOPs, and --costs are a rank's mean)",
     )
     measured: str | None = option(
         None,
-        "with --balance: run folder of fivefold train --profile with such layers, to take measured "
-        "times from instead of --costs",
+        "with --balance: take measured times from this run folder of fivefold train --profile, "
+        "with the same kinds of layers, instead of --costs",
     )
     seq_length: Length = option(4096, "with --balance: tokens of a microbatch")
     memory_gib: Gib | None = option(
@@ -113,7 +113,7 @@ def asked_study(options: Options) -> Study:
 
 
 def _check_used(options: Options, mistakes: Mistakes) -> None:
-    """Add what is asked for and would not be shown."""
+    """Add options that would have no effect on the output."""
     if options.name is None and not options.compare:
         for setting in changed(options):
             of_a_model = options.balance is not None or setting.name in OF_A_MODEL

@@ -23,7 +23,7 @@ def note(text: str) -> None:
 
 
 def first_rank() -> bool:
-    """Whether this process prints for all: the first rank, and whoever has a number of no rank."""
+    """Whether this process prints for all: it is the first rank, or no rank at all."""
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
     if rank is None:
         rank, size = os.environ.get("SLURM_PROCID", "0"), os.environ.get("SLURM_NTASKS", "")
@@ -33,7 +33,7 @@ def first_rank() -> bool:
 
 
 def first_of_host() -> bool:
-    """Whether this process prints for its host: the first rank there, and whoever is no rank."""
+    """Whether this process prints for its host: it is the first rank there, or no rank at all."""
     local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")
     return not local.isdecimal() or int(local) == 0
 

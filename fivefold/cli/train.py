@@ -43,8 +43,8 @@ class Options:
     device: Asked = option("auto", f"where to train; {DEVICE_HELP}")
     layout: Literal["given", "auto"] = option(
         "given",
-        "auto: the planner's fastest layout for these ranks, in place of the recipe's; layout "
-        "settings that are flags stay",
+        "auto: replace the recipe's layout by the planner's fastest for these ranks; layout "
+        "flags stay",
     )
     memory_budget: str | None = option(
         None,
@@ -53,16 +53,16 @@ class Options:
     )
     cluster: str | None = option(
         None,
-        "kind of GPU, or TOML file of a cluster, for --layout auto and --memory-budget "
+        "kind of GPU, or TOML file of a cluster, that --layout auto and --memory-budget assume "
         "(default: H100)",
     )
     max_restarts: Whole = option(
-        0, "times to start the ranks of --nproc again after a failure, from the last checkpoint"
+        0, "how often to restart the ranks of --nproc after a failure, from the last checkpoint"
     )
     min_nproc: int | None = option(
         None,
-        "fewest ranks to go on with: of --nproc after a failure that restarts do not mend, of "
-        "torchrun --nnodes MIN:MAX as hosts come and go; in the layout if it fits them, else in "
+        "fewest ranks to continue with: of --nproc if restarts do not help, of torchrun "
+        "--nnodes MIN:MAX as hosts come and go; in the given layout if it fits them, else in "
         "the planner's (default: all)",
     )
     dry_run: bool = option(
@@ -129,7 +129,7 @@ def _fits(config: Config, world: int) -> bool:
 
 
 def _check_least(least: int, nproc: int | None, world: int, save: str | None) -> None:
-    """Check that fewer ranks than --nproc, or than torchrun might start, can go on with the run.
+    """Check that the run can continue on fewer ranks than --nproc, or than torchrun might start.
 
     Raises:
         ConfigError: all that is wrong with --min-nproc.
@@ -154,7 +154,7 @@ def _check_least(least: int, nproc: int | None, world: int, save: str | None) ->
 
 
 def _by_launcher(error: ConfigError) -> ConfigError:
-    """The error with advice for torchrun or srun, which start the ranks, in place of --nproc."""
+    """The error, with advice for torchrun or srun, which start the ranks, instead of --nproc."""
     launcher = read_rank_env().launcher
     if launcher == "single":
         return error

@@ -1,4 +1,4 @@
-"""`fivefold translate`: a job of Megatron-LM or DeepSpeed as a recipe."""
+"""`fivefold translate`: turn a job of Megatron-LM, DeepSpeed or torchtitan into a recipe."""
 
 import os
 import shlex
@@ -23,6 +23,10 @@ from fivefold.config.megatron_job.settings import translate as translate_job
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import Count, argument, changed, option
 from fivefold.config.sources import load_options, read_config, to_toml
+from fivefold.config.torchtitan_job.file import is_text_of_torchtitan, read_text_of_torchtitan
+from fivefold.config.torchtitan_job.job import TitanJob
+from fivefold.config.torchtitan_job.saved import job_of_saved, saved_settings
+from fivefold.config.torchtitan_job.settings import translate as translate_titan
 from fivefold.config.translation import Translation
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import read_text, write_atomic
@@ -32,29 +36,36 @@ from fivefold.units import several
 
 @dataclass(frozen=True)
 class Options:
-    """Write a recipe that is a job of Megatron-LM (same model, layout, batch, rates and data) or of
-    DeepSpeed (what its file of settings says).
+    """Translate a job of Megatron-LM or torchtitan, or DeepSpeed's JSON settings, into a recipe.
 
-    Arguments that are not given have the trainer's defaults. What has no counterpart here is told,
-    and stands in the recipe as comments.
+    The recipe has the same model, layout, batch, learning rates and data. Missing arguments get
+    that trainer's defaults. Arguments without a counterpart are printed, and written into the
+    recipe as comments.
     """
 
     source: str = argument(
-        "Megatron-LM: the job's script, command line, log or checkpoint, - for input; "
-        "DeepSpeed: its JSON file, with --model"
+        "Megatron-LM: the job's script, command line, log or checkpoint, - for input; torchtitan: "
+        "its TOML file, script, command line, log or saved settings; DeepSpeed: its JSON file, "
+        "with --model"
     )
     target: str | None = argument("recipe to write (default: print it)", None)
     vocab_size: Count | None = option(
-        None, "tokens of the tokenizer, if the job does not say (default: what it says)"
+        None, "tokens of the tokenizer, if the job does not give them"
     )
     script_arguments: str | None = option(
-        None, "Megatron-LM: what its script is called with, as one text (default: nothing)"
+        None,
+        "Megatron-LM, torchtitan: arguments of the job's script, as one text; of a TOML file, "
+        "flags that change it (default: none)",
     )
     model: str | None = option(
-        None, "DeepSpeed: preset, hub name, or path of a config.json (its files say no model)"
+        None,
+        "DeepSpeed, whose files name no model, or torchtitan: preset, hub name, or path of a "
+        "config.json (default: torchtitan's own)",
     )
     nproc: Count | None = option(
-        None, "DeepSpeed: number of ranks (default: what its batch sizes say)"
+        None,
+        "DeepSpeed, torchtitan: number of ranks (default: derived from batch sizes, or degrees and "
+        "launcher)",
     )
 
 
@@ -67,6 +78,7 @@ def run(argv: Sequence[str]) -> int:
     refused = _refused(config, ranks)
     recipe = "\n".join([*_header(found, refused), "", to_toml(config, changes_only=True)])
     stem = "job" if options.source == "-" else Path(options.source).stem
+    stem += "-recipe" * (Path(options.source).suffix == ".toml")
     target = options.target or f"{stem}.toml"
     if options.target is None:
         print(recipe, end="")
@@ -86,12 +98,12 @@ _TITLE = "# A job of {}, translated by `fivefold translate`."
 
 
 def _check_unwritten(target: Path) -> None:
-    """Only an earlier translation may be written over."""
+    """Check that only an earlier translation would be overwritten."""
     before, after = _TITLE.split("{}")
     first = read_text(target, ConfigError).partition("\n")[0] if target.is_file() else None
     if first is not None and not (first.startswith(before) and first.endswith(after)):
         raise ConfigError(
-            Mistake(f"{target} is there, and no translation", works=("another name",))
+            Mistake(f"{target} exists, and is no translation", works=("another name",))
         )
 
 
@@ -101,10 +113,27 @@ def _translated(options: Options) -> Translation:
         _check_unasked(options, "model", "nproc")
         return translate_job(_of_checkpoint(path), options.vocab_size)
     text = sys.stdin.read() if options.source == "-" else read_text(path, ConfigError)
-    if not text.lstrip().startswith("{"):
-        _check_unasked(options, "model", "nproc")
-        return translate_job(read_job(text, _around(options, path)), options.vocab_size)
-    _check_unasked(options, "vocab_size", "script_arguments")
+    if (saved := saved_settings(text)) is not None:
+        _check_unasked(options, "vocab_size", "script_arguments")
+        return _of_torchtitan(job_of_saved(saved), options)
+    if text.lstrip().startswith("{"):
+        _check_unasked(options, "vocab_size", "script_arguments")
+        return _of_deepspeed(text, options)
+    if is_text_of_torchtitan(text, path.name):
+        _check_unasked(options, "vocab_size")
+        job = read_text_of_torchtitan(text, str(path), _around(options, path))
+        return _of_torchtitan(job, options)
+    _check_unasked(options, "model", "nproc")
+    return translate_job(read_job(text, _around(options, path)), options.vocab_size)
+
+
+def _of_torchtitan(job: TitanJob, options: Options) -> Translation:
+    found = translate_titan(job, options.nproc, options.model is not None)
+    given = {} if options.model is None else {"model": options.model}
+    return replace(found, values=given | found.values)
+
+
+def _of_deepspeed(text: str, options: Options) -> Translation:
     mistakes = Mistakes()
     if options.model is None:
         mistakes.add(
@@ -118,14 +147,14 @@ def _translated(options: Options) -> Translation:
 
 
 def _around(options: Options, path: Path) -> Around:
-    """What a script finds here: variables are read as bash would, if it ran here."""
+    """The environment of a script: variables are read as bash would read them if it ran here."""
     arguments = shlex.split(options.script_arguments or "")
     folder = None if options.source == "-" else path.parent
     return Around(os.environ, arguments, folder)
 
 
 def _check_unasked(options: Options, *names: str) -> None:
-    """Flags that say what another kind of job does not say by itself."""
+    """Refuse flags for what this kind of job says by itself."""
     mistakes = Mistakes()
     for setting in changed(options, names):
         mistakes.add(f"{setting.flag} is for jobs that do not say it by themselves: leave it out")
@@ -142,9 +171,16 @@ def _of_checkpoint(folder: Path) -> MegatronJob:
 
 
 def _refused(config: Config, ranks: int) -> list[str]:
-    """Lines on why a recipe cannot run here on so many ranks; none if it can."""
-    try:
+    """Lines on why `train --dry-run` refuses a recipe on so many ranks; none if it does not."""
+    from fivefold.train.corpora import check_data_settings
+
+    mistakes = Mistakes()
+    with mistakes.collecting():
         check(config, ranks)
+    with mistakes.collecting():
+        check_data_settings(config)
+    try:
+        mistakes.raise_if_any()
     except ConfigError as error:
         return str(error).splitlines()
     return []
@@ -162,8 +198,8 @@ def _header(found: Translation, refused: Sequence[str]) -> Iterator[str]:
 
 
 def _ranks_of(found: Translation, config: Config) -> int:
-    """The ranks of a job, or the fewest that its degrees need: a template leaves them to who fills
-    it in, and then says 1, or as many as one of its nodes has."""
+    """The ranks of a job, or the fewest that its degrees need: templates leave the number to the
+    user, and then say 1, or as many as one of its nodes has."""
     parallel = config.parallel
     fixed = [size for name in DEGREES.values() if (size := getattr(parallel, name)) != -1]
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size

@@ -52,20 +52,22 @@ TrialSteps = Annotated[int, Allowed(lambda v: v >= 2, "at least 2")]
 class Options:
     """Find the fastest layout of a recipe on this machine, by training it for a few steps.
 
-    The plan's best layouts are tried, each for a few real steps; every time teaches the planner
-    this machine, and says which layout is worth trying next, until none is. Layout settings that
-    are flags stay. Writes the recipe with the layout found, the machine, and all trials.
+    The plan's best layouts are trained for a few steps each. Every measured time is fitted by the
+    planner, which then chooses the next layout, until no further trial is worth its time. Layout
+    settings given as flags stay. Writes the recipe with the layout found, the machine, and all
+    trials.
     """
 
     recipe: str | None = argument(RECIPE_HELP, None)
     nproc: Count | None = option(None, f"{NPROC_HELP} (default: 1)")
     device: Asked = option("auto", f"where to train; {DEVICE_HELP}")
     cluster: str | None = option(
-        None, "kind of GPU, or TOML file of a cluster, to begin with (default: measures this one)"
+        None,
+        "kind of GPU, or TOML file of a cluster, to begin with (default: measure this machine)",
     )
     trial_steps: TrialSteps = option(5, "steps of a layout's first trial; the first is not counted")
     run_steps: Positive = option(
-        10_000.0, "steps of the runs to come: a trial is worth its time if they gain as much"
+        10_000.0, "expected steps of future runs; a trial must save more time in them than it costs"
     )
     max_trials: Count = option(24, "most layouts to try")
     out: str | None = option(
@@ -117,7 +119,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _machine(cluster: str | None, world: int, device: Asked, out: Path) -> Cluster:
-    """The machine to begin with: the given one, or this one, which is measured once."""
+    """The machine to begin with: the given one, or this one, measured once."""
     if cluster is not None:
         return load_cluster(cluster, world)
     file = out / "measured.toml"
@@ -128,7 +130,8 @@ def _machine(cluster: str | None, world: int, device: Asked, out: Path) -> Clust
 
 
 def measure(file: Path, world: int, device: Asked) -> None:
-    """Measure this machine by a process of its own: its CUDA must not be ours, which forks.
+    """Measure this machine in a process of its own, since this process forks and must not start
+    CUDA.
 
     Raises:
         FivefoldError: it failed, and has said why.
@@ -138,15 +141,13 @@ def measure(file: Path, world: int, device: Asked) -> None:
     ends = partial(die_with_parent, os.getpid())
     done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False, preexec_fn=ends)
     if done.returncode:
-        raise FivefoldError(
-            "the machine could not be measured: --cluster names what is known of it"
-        )
+        raise FivefoldError("the machine could not be measured: describe it with --cluster")
 
 
 def candidates(loaded: Loaded[Options], world: int, machine: Cluster) -> list[Layout]:
-    """The layouts that may be the fastest on a machine, of those that the trainer has.
+    """Layouts that can be trained and may be the fastest on a machine.
 
-    They are those of the plan, of which the best of each mesh come first.
+    They are the plan's layouts, the best of each mesh first.
 
     Raises:
         ConfigError: the configuration is wrong, or no layout fits.

@@ -33,13 +33,14 @@ class Options:
     nproc: Count = option(1, NPROC_HELP)
     device: Asked = option("auto", f"where to run; {DEVICE_HELP}")
     steps: int | None = option(
-        None, "optimizer steps to compare (default: 3, or 4 of which the last replays a graph)"
+        None, "optimizer steps to compare (default: 3; with CUDA graphs 4, since the third records)"
     )
     delays: int | None = option(
-        None, "hold streams of GPUs up at random, drawn with this seed: shows missing waits"
+        None, "delay streams of GPUs at random, with this seed, to reveal missing waits"
     )
     races: bool = option(
-        False, "follow streams of GPUs; accesses to memory that no wait orders are a failure"
+        False,
+        "track accesses of GPU streams; fail if no wait orders two accesses to the same memory",
     )
     json: bool = option(False, JSON_HELP)
     plant: (

@@ -1,4 +1,4 @@
-"""`fivefold watch`: a run in the terminal, while it goes on."""
+"""`fivefold watch`: show a run in the terminal while it runs."""
 
 import time
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ Interval = Annotated[float, Allowed(lambda v: 0 < v <= LONGEST, f"in (0, {LONGES
 
 @dataclass(frozen=True)
 class Options:
-    """Show a run in the terminal while it goes on, until its last step.
+    """Show the progress of a run in the terminal, until its last step.
 
-    It reads the files of the run folder only, so that it may run on any machine that sees them.
+    It only reads files of the run folder, so it works on any machine that sees the folder.
     """
 
     run: str = argument(RUN_HELP)
-    interval: Interval = option(2.0, "seconds between looks")
-    once: bool = option(False, "look once")
+    interval: Interval = option(2.0, "seconds between updates")
+    once: bool = option(False, "print the state once and exit")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def view(story: Story, width: int) -> list[str]:
-    """The lines that show a run."""
+    """The lines that describe a run."""
     rows = facts([story])
     names = max(len(name) for name, _ in rows)
     lines = [story.name, "", *(f"{name:<{names}}  {value}" for name, value in rows)]
@@ -75,7 +75,7 @@ def view(story: Story, width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Values as blocks of eight heights, at most so many: means of equal stretches.
+    """Values as blocks of eight heights, at most this many: means of equal stretches.
 
     >>> sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8), sparkline([3, 3, 9, 9], 2)
     ('▁▂▃▄▅▆▇█', '▁█')

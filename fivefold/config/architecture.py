@@ -28,7 +28,7 @@ class Architecture:
     max_position_embeddings: Count = option(4096, "longest supported sequence, in tokens")
     normalization: Literal["RMSNorm", "LayerNorm"] = option("RMSNorm", "normalisation layers")
     layernorm_bias: bool = option(
-        True, "give LayerNorm a bias, which that of Cohere's models has not; RMSNorm never has one"
+        True, "give LayerNorm a bias (Cohere's models have none); RMSNorm never has one"
     )
     norm_epsilon: Positive = option(1e-5, "added to the variance by the normalisation layers")
     apply_layernorm_1p: bool = option(
@@ -36,19 +36,18 @@ class Architecture:
     )
     norm_placement: Literal["before", "after", "both"] = option(
         "before",
-        "normalise what attention and MLP read, what they add to the residual stream (EXAONE 4), "
-        "or both (GLM-4)",
+        "where attention and MLP are normalised: their inputs, their outputs (EXAONE 4), or "
+        "both (GLM-4)",
     )
     embedding_multiplier: Positive = option(
-        1.0, "factor of what is looked up of tokens, in Granite 12 for example"
+        1.0, "factor of token embeddings, 12 in Granite for example"
     )
     residual_multiplier: Positive = option(
-        1.0, "factor of what attention and MLP add to the residual stream, as in Granite"
+        1.0, "factor of the outputs of attention and MLP, as in Granite"
     )
     layer_scalar: Positive | None = option(
         None,
-        "multiply what each layer makes by a number of its own, which starts at this and is not "
-        "trained, as in Gemma 4; none: there is no such number",
+        "multiply each layer's output by an untrained factor, initially this (Gemma 4)",
     )
     logits_scaling: Positive = option(1.0, "logits are divided by this, as in Granite")
     softmax_scale: Positive | None = option(
@@ -65,16 +64,19 @@ class Architecture:
     )
     rotary_base: Positive = option(10000.0, "base (theta) of RoPE")
     rotary_base_local: Positive | None = option(
-        None, "RoPE's base in layers with a window, unscaled there, as in Gemma 3; none: the same"
+        None,
+        "RoPE's base in layers with a window, whose RoPE is unscaled, as in Gemma 3; none: "
+        "rotary_base",
     )
     rotary_percent: Positive = option(
-        1.0, "share of a head's features that RoPE rotates, from the first one on"
+        1.0, "share of a head's features that RoPE rotates, counted from the first"
     )
     rotary_interleaved: bool = option(
-        False, "RoPE turns pairs of neighbouring features, not those of two halves of a head"
+        False,
+        "RoPE rotates pairs of neighbouring features, not pairs across a head's halves",
     )
     rotary_seq_len_interpolation_factor: Positive | None = option(
-        None, "positions are divided by this for RoPE, as in Gemma 3 from 4B on; none: as they are"
+        None, "RoPE divides positions by this, as in Gemma 3 from 4B on; none: no division"
     )
     no_rope_freq: str | None = option(
         None,
@@ -96,14 +98,14 @@ class Architecture:
     )
     rope_type: Literal["rope", "proportional", "yarn", "longrope", "dynamic"] = option(
         "rope",
-        "rotary positions: unscaled, those of whole heads of which only the first rotary_percent "
-        "turn (proportional), or stretched to longer contexts with YaRN, LongRoPE, or the dynamic "
-        "NTK of Hugging Face",
+        "rotary positions: unscaled; proportional: frequencies of whole heads, of which only the "
+        "first rotary_percent rotate; or stretched to longer contexts: YaRN, LongRoPE, dynamic "
+        "NTK",
     )
     rotary_scaling_factor: Positive = option(
         40.0,
-        "factor by which YaRN stretches long wavelengths, and dynamic NTK those of sequences twice "
-        "as long as the original, less 1",
+        "factor by which YaRN stretches long wavelengths; dynamic NTK stretches the longest by 1 "
+        "+ this x (seq_length / original length - 1)",
     )
     original_max_position_embeddings: Count = option(
         4096, "sequence length before YaRN, LongRoPE or dynamic NTK scaling, in tokens"
@@ -123,21 +125,23 @@ class Architecture:
         True, "round the ends of YaRN's ramp to whole feature pairs"
     )
     longrope_short_factor: tuple[Positive, ...] = option(
-        (), "LongRoPE divides the frequency of each feature pair by these up to the original length"
+        (),
+        "LongRoPE divides the frequency of each feature pair by these, up to the original length",
     )
     longrope_long_factor: tuple[Positive, ...] = option(
-        (), "and by these if seq_length is longer, as in Phi-3 with 128k tokens"
+        (),
+        "LongRoPE divides them by these if seq_length is longer than the original",
     )
     longrope_attention_factor: Positive | None = option(
         None,
         "LongRoPE scales rotary features by this; none: sqrt(1 + ln(max_position_embeddings / "
-        "original) / ln(original)), if that is more than 1",
+        "original) / ln(original)), at least 1",
     )
     activation_func: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu", "xielu"] = (
         option(
             "silu",
-            "activation of the MLP; quick_gelu is x sigmoid(1.702 x), squared_relu max(x, 0) "
-            "squared; xielu learns in each layer how it bends, as in Apertus",
+            "activation of the MLP; quick_gelu is x sigmoid(1.702 x), squared_relu is max(x, "
+            "0)^2; xielu has learned parameters, as in Apertus",
         )
     )
     gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
@@ -151,14 +155,14 @@ class Architecture:
     add_qkv_bias: bool = option(False, "give the query, key and value projections a bias")
     qk_layernorm: bool = option(
         False,
-        "normalise each query and key head, as Qwen3 does (MLA always normalises its latents)",
+        "normalise each query and key head, as Qwen3 does (MLA always normalises latents)",
     )
     qk_layernorm_type: Literal["per_head", "all_heads"] = option(
         "per_head",
         "normalise each head by itself, or all heads of a token together, as OLMo 2 does",
     )
     qk_layernorm_after_rope: bool = option(
-        False, "normalise query and key heads after RoPE turned them, as Hunyuan does"
+        False, "normalise query and key heads after RoPE, as Hunyuan does"
     )
     qk_l2_norm: bool = option(
         False,
@@ -191,7 +195,7 @@ class Architecture:
     )
     keys_as_values: bool = option(
         False,
-        "layers without a window take keys, as they are projected, for values, too, as in Gemma 4",
+        "in layers without a window projected keys are also the values, as in Gemma 4",
     )
     softmax_type_local: Literal["vanilla", "learnable"] | None = option(
         None, "attention softmax in layers with a window; none: as in others"
@@ -208,8 +212,8 @@ class Architecture:
     )
     attn_temperature_rotated: bool = option(
         False,
-        "have attn_temperature_tuning in layers with RoPE instead, by 1 + attn_scale "
-        "ln(1 + floor(p / floor_scale)), as in Ministral 3",
+        "apply attn_temperature_tuning in layers with RoPE, by 1 + attn_scale ln(1 + floor(p / "
+        "floor_scale)), as in Ministral 3",
     )
     attn_scale: Positive = option(0.1, "how fast attn_temperature_tuning grows")
     floor_scale: Count = option(8192, "tokens between two steps of attn_temperature_tuning")
@@ -217,13 +221,12 @@ class Architecture:
         False, "feed attention and MLP of a layer the same hidden state, as GPT-NeoX does"
     )
     parallel_residual_one_norm: bool = option(
-        False, "normalise that state once for both, as Cohere's models and Falcon 7B do"
+        False, "with parallel_residual: one norm for both, as in Cohere's models and Falcon 7B"
     )
     init_method_std: Positive = option(0.02, "standard deviation of initial weights")
     embedding_init_method_std: Positive | None = option(
         None,
-        "that of embeddings of tokens and of learned positions (default: init_method_std); an "
-        "output layer of its own has init_method_std",
+        "standard deviation of initial embeddings and learned positions (default: init_method_std)",
     )
     make_vocab_size_divisible_by: Count = option(128, "pad the vocabulary to a multiple of this")
     num_experts: Count | None = option(
@@ -231,7 +234,7 @@ class Architecture:
     )
     moe_router_topk: Count = option(2, "experts per token")
     moe_router_num_groups: Count | None = option(
-        None, "number of equal groups of experts, of which a token uses a few; none: no groups"
+        None, "equal groups of experts; a token uses the best few groups; none: no groups"
     )
     moe_router_group_topk: Count | None = option(None, "groups of experts per token")
     moe_router_group_scores: Count | None = option(
@@ -247,8 +250,7 @@ class Architecture:
     )
     moe_router_norm_epsilon: Positive = option(
         1e-20,
-        "added to the sum that sigmoid scores of several chosen experts are divided by, which is a "
-        "millionth in LFM2",
+        "added to the sum of several experts' sigmoid scores, their divisor; 1e-6 in LFM2",
     )
     moe_router_topk_scaling_factor: Positive | None = option(
         None, "factor on the weights of the chosen experts; none: 1"
@@ -261,8 +263,8 @@ class Architecture:
     )
     moe_latent_size: Count | None = option(
         None,
-        "features that tokens are projected to before they go to experts, and back from after, as "
-        "in Nemotron 3 Super (LatentMoE); none: they go as they are",
+        "project tokens to this many features for the experts, and the sum of outputs back, as in "
+        "Nemotron 3 Super (LatentMoE); none: no projection",
     )
     moe_shared_expert_intermediate_size: Count | None = option(
         None, "inner features of all shared experts together (they process every token)"
@@ -272,14 +274,12 @@ class Architecture:
     )
     moe_branch_norms: bool = option(
         False,
-        "norms of their own before and after shared experts, and before and after routed ones, and "
-        "one before the router, whose weight of an expert is multiplied by a learned number of the "
-        "expert's, as in Gemma 4 26B-A4B",
+        "separate norms before and after shared and routed experts, a norm before the router, and "
+        "a learned factor for each expert's weight, as in Gemma 4 26B-A4B",
     )
     moe_apply_probs_on_input: bool = option(
         False,
-        "multiply what an expert reads by the router's weight, rather than what it makes, as in "
-        "Llama 4, whose tokens have one expert each",
+        "apply the router's weight to an expert's input, not output, as in Llama 4",
     )
     moe_layer_freq: str = option(
         "1",
@@ -296,46 +296,47 @@ class Architecture:
     v_head_dim: Count = option(128, "features of an MLA value head")
     latent_norm_epsilon: Positive | None = option(
         None,
-        "added to the variance by the norms of MLA's latents, and of what dsa's indexer compares "
-        "with them, as in GLM-4.7-Flash; none: norm_epsilon",
+        "epsilon of the norms of MLA's latents and of dsa's indexer (default: norm_epsilon)",
     )
     attention_output_gate: bool = option(
-        False, "multiply what heads attend to by sigmoid gates that the query projection makes, too"
+        False, "multiply attention's output by sigmoid gates, which the query projection computes"
     )
     experimental_attention_variant: (
         Literal["gated_delta_net", "kimi_delta_attention", "short_convolution", "dsa"] | None
     ) = option(
         None,
-        "gated_delta_net, kimi_delta_attention: layers with linear attention, as in Qwen3-Next and "
-        "in Kimi Linear; short_convolution: layers with gated short convolutions, as in LFM2; dsa: "
-        "attention to the tokens that an indexer chooses, as in DeepSeek-V3.2 (MLA); none: neither",
+        "linear attention in most layers (gated_delta_net as in Qwen3-Next, kimi_delta_attention "
+        "as in Kimi Linear), gated short convolutions (short_convolution, as in LFM2), or "
+        "attention to tokens chosen by an indexer (dsa, as in DeepSeek-V3.2, with MLA); none: "
+        "neither",
     )
     dsa_indexer_n_heads: Count | None = option(None, "heads of dsa's indexer")
     dsa_indexer_head_dim: Count | None = option(
-        None, "features of each, of which the first qk_pos_emb_head_dim are rotary"
+        None, "features of a head of dsa's indexer; the first qk_pos_emb_head_dim are rotary"
     )
     dsa_indexer_topk: Count | None = option(
-        None, "tokens that each token attends to with dsa: those with its indexer's best scores"
+        None, "with dsa: tokens to attend to, those with the indexer's highest scores"
     )
     dsa_indexer_loss_coeff: NonNegative | None = option(
         None,
-        "factor of the loss of dsa's indexer, its divergence from what attention looks at; none or "
-        "0: the indexer stays as it is",
+        "factor of the loss of dsa's indexer; none or 0: the indexer is not trained",
     )
     dsa_indexer_use_sparse_loss: bool = option(
-        False, "compare both over the tokens that the indexer has chosen, rather than over all"
+        False, "compute this loss over the chosen tokens only, not over all"
     )
     linear_attention_freq: str | None = option(
         None,
         "layers with linear attention or short convolutions: all but every Nth ('4': layers 0, 1, "
         "2, 4, ...), or a list such as '([1]*3+[0]*1)*12'",
     )
-    linear_conv_kernel_dim: Count = option(4, "tokens over which their causal convolution reaches")
+    linear_conv_kernel_dim: Count = option(
+        4, "tokens that the causal convolution of these layers covers"
+    )
     linear_key_head_dim: Count = option(128, "features of a query or key head of linear attention")
     linear_value_head_dim: Count = option(128, "features of a value head of linear attention")
     linear_num_key_heads: Count = option(16, "query and key heads of linear attention")
     linear_num_value_heads: Count = option(
-        32, "value heads of linear attention, of which equally many share a key head"
+        32, "value heads of linear attention; a multiple of the key heads"
     )
     hybrid_override_pattern: str | None = option(
         None,
@@ -345,7 +346,7 @@ class Architecture:
     mamba_state_dim: Count = option(128, "features of a Mamba-2 state for each feature of its head")
     mamba_head_dim: Count = option(64, "features of a head of Mamba-2")
     mamba_num_groups: Count = option(
-        8, "groups of Mamba-2's heads, of which each has one B and one C, and a norm"
+        8, "groups of Mamba-2's heads; each group shares B, C and a norm"
     )
     mamba_num_heads: Count | None = option(
         None, "heads of Mamba-2 (default: 2 x hidden size / mamba_head_dim)"
@@ -353,23 +354,28 @@ class Architecture:
     mtp_num_layers: Whole = option(0, "further tokens that are predicted (multi-token prediction)")
     mtp_hybrid_override_pattern: str | None = option(
         None,
-        "mixers of the layers of each further prediction of a hybrid model, such as '*E' in "
-        "Nemotron 3 Super; none: no hybrid model, or no predictions",
+        "layers of each further prediction of a hybrid model, in the letters of "
+        "hybrid_override_pattern",
     )
     mtp_use_repeated_layer: bool = option(
-        False, "make all further predictions with the same weights, as Nemotron 3 Super is trained"
+        False,
+        "share one set of weights among all prediction depths, as in Nemotron 3 Super",
     )
     first_last_layers_bf16: bool = option(
-        False, "linear layers of the first and last layers keep bf16, whatever fp8_format says"
+        False, "with fp8_format: linear layers of the first and last layers stay in bf16"
     )
     num_layers_at_start_in_bf16: Whole = option(
         1, "layers at the beginning that first_last_layers_bf16 keeps in bf16"
     )
     num_layers_at_end_in_bf16: Whole = option(
-        1, "layers at the end that it keeps so, before those of further predictions"
+        1,
+        "layers at the end that first_last_layers_bf16 keeps in bf16, before those of further "
+        "predictions",
     )
     lora_rank: int | None = option(
-        None, "rank of adapters (LoRA), which alone are trained; none: all weights are trained"
+        None,
+        "rank of adapters (LoRA); only adapters are trained; none: no adapters, all weights "
+        "are trained",
     )
     lora_alpha: Positive = option(32.0, "adapters are multiplied by this / rank")
     lora_target_modules: tuple[LoraTarget, ...] = option(
@@ -381,8 +387,8 @@ class Architecture:
     use_dora: bool = option(
         False, "also train the length of each row of a weight with its adapter (DoRA)"
     )
-    lora_dropout: Share = option(0.0, "dropout of what adapters read, of each a mask of its own")
+    lora_dropout: Share = option(0.0, "dropout of the inputs of adapters, each with its own mask")
     unmodelled: tuple[str, ...] = option(
         (),
-        "features of the original that are not modelled; the model can be planned, not trained",
+        "features of the original that are missing here; such a model can be planned, not trained",
     )

@@ -11,8 +11,8 @@ from fivefold.config.by_layer import OF_WINDOWS, ByLayer
 class AttentionSizes(ByLayer):
     """An architecture, and the sizes of its attention.
 
-    Where they differ by layer, those of layers without a window are told: `attention_of` has the
-    others.
+    Where sizes differ by layer, these are the sizes of layers without a window; `attention_of`
+    gives the others.
     """
 
     def attention_of(self, local: bool) -> Self:
@@ -67,7 +67,8 @@ class AttentionSizes(ByLayer):
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a query or key head that RoPE rotates, some by nothing if proportional."""
+        """Features of a query or key head that RoPE rotates; proportional RoPE rotates some of them
+        by 0."""
         if self.multi_latent_attention:
             return self.qk_pos_emb_head_dim
         if self.rope_type == "proportional":
@@ -91,12 +92,12 @@ class AttentionSizes(ByLayer):
 
     @property
     def value_outputs(self) -> int:
-        """Features that the value projection makes; 0 where keys are the values."""
+        """Features that the value projection makes; 0 if keys serve as values."""
         return 0 if self.keys_as_values else self.v_size
 
     @property
     def query_outputs(self) -> int:
-        """Features that the query projection makes: queries, and of each head a gate's after them
+        """Features that the query projection makes: the queries, followed in each head by its gate
         (`attention_output_gate`)."""
         return self.q_size * (1 + self.attention_output_gate)
 
@@ -111,7 +112,7 @@ Sizes = TypeVar("Sizes", bound=AttentionSizes)
 
 @lru_cache(maxsize=64)
 def _attention_of(model: Sizes, local: bool) -> Sizes:
-    """As `AttentionSizes.attention_of` has it: every layer asks."""
+    """Cached `AttentionSizes.attention_of`, since every layer asks."""
     sizes: dict[str, Any] = {}
     for name in OF_WINDOWS if local else ():
         size = getattr(model, name)

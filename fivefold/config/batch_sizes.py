@@ -1,4 +1,4 @@
-"""How many sequences each optimizer step takes, in a run whose batch grows as it goes on."""
+"""How many sequences each optimizer step takes, in a run whose batch grows."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class BatchSizes:
         return self.start + int(samples / each) * self.increment
 
     def levels(self) -> tuple[BatchLevel, ...]:
-        """All levels in order, of which the last has no end."""
+        """All levels in order; the last one has no end."""
         return _levels_of(self)
 
     def sizes(self) -> list[int]:
@@ -57,11 +57,11 @@ class BatchSizes:
 
     @property
     def smaller_steps(self) -> int:
-        """Steps before those of the whole batch."""
+        """Number of steps before those of the whole batch."""
         return sum(level.steps or 0 for level in self.levels())
 
     def samples(self, steps: int) -> int:
-        """Samples of the first `steps` steps."""
+        """Number of samples in the first `steps` steps."""
         for level in self.levels():
             if level.steps is None or steps <= level.steps:
                 return level.first_sample + steps * level.size
@@ -69,7 +69,7 @@ class BatchSizes:
         raise AssertionError("the last level has no end")
 
     def steps(self, samples: int) -> int:
-        """Whole steps within the first `samples` samples."""
+        """Number of whole steps within the first `samples` samples."""
         done = 0
         for level in self.levels():
             within = max(samples - level.first_sample, 0) // level.size
@@ -81,7 +81,7 @@ class BatchSizes:
 
 @lru_cache(maxsize=64)
 def _levels_of(sizes: BatchSizes) -> tuple[BatchLevel, ...]:
-    """Every step asks for the levels of the same run, which may be thousands."""
+    """Cached, since every step asks for the levels of the same run, and there may be thousands."""
     levels, samples, counts = list[BatchLevel](), 0, range(sizes.ramp + 2)
     while (size := sizes.at(samples)) != sizes.full:
         end = bisect_right(counts, size, samples, key=sizes.at)  # the first of the next level

@@ -1,4 +1,4 @@
-"""What differs between the layers of a model."""
+"""How the layers of a model differ."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,11 +38,10 @@ IN_BF16 = (
 
 @dataclass(frozen=True)
 class ByLayer(Architecture):
-    """An architecture, and which of its layers have what."""
+    """An architecture, with what each of its layers has."""
 
     def _at(self, layer: int, name: str, pattern: str) -> bool:
-        """What the value of a setting says of a layer; those of further predictions are like the
-        last one."""
+        """The value of a setting for a layer; prediction layers are like the last layer."""
         return layers_of(name, pattern, self.num_layers)[min(layer, self.num_layers - 1)]
 
     def mixer_of(self, layer: int) -> Mixer | None:
@@ -59,39 +58,39 @@ class ByLayer(Architecture):
 
     @property
     def mixers_used(self) -> str:
-        """The letters of all layers of a hybrid model, those of a further prediction once."""
+        """The letters of all layers of a hybrid model, those of a prediction depth once."""
         return (self.hybrid_override_pattern or "") + (self.mtp_hybrid_override_pattern or "")
 
     @property
     def prediction_size(self) -> int:
-        """Layers of one further prediction: a letter of its pattern each, else one."""
+        """Layers of one prediction depth: one for each letter of its pattern, else one."""
         return len(self.mtp_hybrid_override_pattern or "*")
 
     @property
     def prediction_layers(self) -> range:
-        """The layers of all further predictions, whose numbers follow those of the model's."""
+        """The layers of all multi-token predictions, numbered after the model's own layers."""
         first = self.num_layers
         return range(first, first + self.mtp_num_layers * self.prediction_size)
 
     @property
     def num_all_layers(self) -> int:
-        """Layers of the model and of all further predictions."""
+        """Layers of the model and of all multi-token predictions."""
         return self.num_layers + len(self.prediction_layers)
 
     @property
     def prediction_sets(self) -> int:
-        """Sets of weights of further predictions: one each, or one of all."""
+        """Sets of prediction weights: one per depth, or one that all depths share."""
         return min(self.mtp_num_layers, 1) if self.mtp_use_repeated_layer else self.mtp_num_layers
 
     def layers_like(self, layer: int) -> range:
-        """The layers with the weights of this one, the first of them, itself included: those of
-        other predictions, if all have the same."""
+        """The layers that share this one's weights, itself included: those of other depths, if all
+        depths share them."""
         behind = layer >= self.num_layers and self.mtp_use_repeated_layer
         end = self.prediction_layers.stop if behind else layer + 1
         return range(layer, end, self.prediction_size)
 
     def starts_prediction(self, layer: int) -> bool:
-        """Whether a layer is the first one of a further prediction."""
+        """Whether a layer is the first one of a prediction depth."""
         behind = layer - self.num_layers
         return behind >= 0 and behind % self.prediction_size == 0
 
@@ -121,21 +120,21 @@ class ByLayer(Architecture):
 
     @property
     def fades_features(self) -> bool:
-        """Whether states of linear attention forget each feature at a rate of its own."""
+        """Whether states of linear attention forget each feature at its own rate."""
         return self.experimental_attention_variant == "kimi_delta_attention"
 
     @property
     def softmax_layers(self) -> tuple[int, ...]:
-        """The layers whose attention has a softmax, without those of further predictions."""
+        """The layers whose attention has a softmax, without prediction layers."""
         return _softmax_layers(self)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether attention is to the tokens that an indexer chooses (dsa)."""
+        """Whether attention sees only the tokens that an indexer chooses (dsa)."""
         return self.experimental_attention_variant == "dsa"
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens before itself a token of a layer attends to; None: all."""
+        """Number of earlier tokens that a token of a layer attends to; None: all."""
         if self.window_size is None or self.window_attn_skip_freq is None:
             return self.window_size
         limited = self._at(layer, "window_attn_skip_freq", self.window_attn_skip_freq)
@@ -147,7 +146,7 @@ class ByLayer(Architecture):
         return self.keys_as_values or any(getattr(self, name) is not None for name in OF_WINDOWS)
 
     def is_local(self, layer: int) -> bool:
-        """Whether a layer has a window, and attention of its own for that: sizes, or RoPE."""
+        """Whether a layer has a window and, for that, attention sizes or RoPE of its own."""
         own = self.rotary_base_local is not None or self.has_local_sizes
         return own and self.window_of(layer) is not None
 
@@ -165,7 +164,7 @@ class ByLayer(Architecture):
         return not self._at(layer, "no_rope_freq", self.no_rope_freq)
 
     def tempers(self, layer: int) -> bool:
-        """Whether a layer multiplies queries by factors of their positions."""
+        """Whether a layer multiplies queries by factors that depend on their positions."""
         if not self.is_softmax(layer):
             return False
         return self.attn_temperature_tuning and (
@@ -191,8 +190,9 @@ class ByLayer(Architecture):
         return has and self._at(layer, "moe_layer_freq", self.moe_layer_freq)
 
     def is_wide(self, layer: int) -> bool:
-        """Whether linear layers of a layer keep bf16 where those of others have 8 bits: of the
-        first and last ones, if that is asked for. Megatron-LM has further predictions in 8 bits."""
+        """Whether the linear layers of a layer stay in bf16 while others multiply in 8 bits: those
+        of the first and last layers, if asked for. As in Megatron-LM, prediction layers do not stay
+        in bf16."""
         if not self.first_last_layers_bf16:
             return False
         at_end = self.num_layers - self.num_layers_at_end_in_bf16 <= layer < self.num_layers
@@ -200,7 +200,7 @@ class ByLayer(Architecture):
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether a layer has an MLP in place of experts: `ffn_hidden_size` is its width."""
+        """Whether any layer has an MLP instead of experts; `ffn_hidden_size` is its width."""
         if self.hybrid_override_pattern is not None:
             return "-" in self.mixers_used
         return not all(map(self.is_moe, range(self.num_layers)))
@@ -208,5 +208,5 @@ class ByLayer(Architecture):
 
 @lru_cache(maxsize=64)
 def _softmax_layers(model: ByLayer) -> tuple[int, ...]:
-    """As `ByLayer.softmax_layers` has them: a search asks often, and of few models."""
+    """Cached `ByLayer.softmax_layers`: a search asks often, about few models."""
     return tuple(filter(model.is_softmax, range(model.num_layers)))

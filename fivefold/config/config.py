@@ -44,7 +44,7 @@ class Config:
         )
 
     def with_batch(self, size: int | None = None) -> "Config":
-        """A copy of which every step takes `size` sequences; None: those of the whole batch."""
+        """A copy in which every step takes `size` sequences; None: the whole batch."""
         size = size or self.training.global_batch_size
         return self.with_values(global_batch_size=size, rampup_batch_size=())
 
@@ -58,7 +58,7 @@ class Config:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of an element of what the optimizer updates, as it computes with it."""
+        """Bytes of an element that the optimizer updates, in the type in which it computes."""
         return max(4, ELEMENT_BYTES[self.training.precision])
 
     @property
@@ -85,28 +85,28 @@ class Config:
         return min(self.data.document_length or self.training.seq_length, self.training.seq_length)
 
     def keeps_latents(self, layer: int) -> bool:
-        """Whether a layer's attention keeps latents, not keys and values: those of its rank where
-        context-parallel ranks gather them, or where it reads those of chosen tokens alone."""
+        """Whether a layer's attention saves latents instead of keys and values: because
+        context-parallel ranks gather them, or because it reads only those of chosen tokens."""
         softmax = self.model.is_softmax(layer)
         return softmax and self.keeps_latents_by(self.parallel.cp_comm_of(layer))
 
     def keeps_latents_by(self, kind: str) -> bool:
-        """The same of layers with a softmax, whose ranks communicate by this `cp_comm_type`."""
+        """`keeps_latents` for softmax layers whose ranks communicate by this `cp_comm_type`."""
         gathered = kind == "all_gather" and self.parallel.context_parallel_size > 1
         return self.model.multi_latent_attention and (gathered or self.reads_chosen)
 
     def projects_latents(self, layer: int) -> bool:
-        """Whether it makes keys and values of all latents again in its backward."""
+        """Whether a layer recomputes keys and values of all latents in its backward."""
         return self.keeps_latents(layer) and not self.reads_chosen
 
     @property
     def reads_chosen(self) -> bool:
-        """Whether attention to chosen tokens (dsa) reads the latents of these alone, rather than
-        keys and values of all with a mask.
+        """Whether attention to chosen tokens (dsa) reads only their latents, rather than all keys
+        and values under a mask.
 
-        It does where that multiplies less. It does not where the indexer's loss is over all tokens,
-        of which all scores are needed; where the up-projection has a bias, an adapter or operands
-        of 8 or 4 bits.
+        It does so where that multiplies less, except where the indexer's loss covers all tokens and
+        so needs all scores, or where the up-projection has a bias, an adapter or operands of 8 or 4
+        bits.
         """
         model = self.model
         if not model.is_sparse or model.add_bias_linear or self.narrow_products:
@@ -120,8 +120,8 @@ class Config:
         return of_chosen < of_all
 
     def gathers_weights(self, strategy: str | None = None) -> bool:
-        """Whether FSDP2 gathers weights in the compute type: from shards, or, where some masters
-        are off the device, from masters of another type.
+        """Whether FSDP2 gathers weights in the compute type: from shards or, if some masters are
+        off the device, from masters of another type.
 
         Args:
             strategy: sharding strategy; None: that of the configuration.
@@ -136,23 +136,23 @@ class Config:
 
     @property
     def keeps_masters_apart(self) -> bool:
-        """Whether weights lie in 16 bits, and the optimizer keeps their masters beside them."""
+        """Whether weights are stored in 16 bits, with separate masters in the optimizer."""
         return self._has_masters and not self.gathers_weights()
 
     @property
     def narrow_weights(self) -> bool:
-        """Whether weights lie in 16 bits between steps: beside masters, with remainders, or as
-        these themselves."""
+        """Whether weights are stored in 16 bits between steps: beside masters, with remainders, or
+        as the masters themselves."""
         return self.optimizer.narrow_parameters or self.keeps_masters_apart
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of an element of gradients as they are summed and kept."""
+        """Bytes of a gradient element as it is accumulated and kept."""
         return 2 if self.optimizer.narrow_gradients else self.master_bytes
 
     @property
     def sent_gradient_bytes(self) -> int:
-        """Bytes of an element of gradients as data-parallel ranks send them."""
+        """Bytes of a gradient element as data-parallel ranks send it."""
         return 2 if self.parallel.grad_reduce_in_bf16 else self.gradient_bytes
 
     def sections(self) -> Iterator[tuple[str, Any]]:
@@ -162,9 +162,10 @@ class Config:
 
 
 def _changed(section: Any, values: dict[str, Any]) -> Any:
-    """What `dataclasses.replace` makes, in a fifth of its time: a search makes ten thousands.
+    """The result of `dataclasses.replace`, in a fifth of its time: a search makes tens of
+    thousands.
 
-    Sections compute nothing when they are made, and hold their settings alone.
+    Sections compute nothing when they are created, and hold only their settings.
     """
     made = object.__new__(type(section))
     vars(made).update(vars(section) | values)

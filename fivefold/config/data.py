@@ -1,11 +1,11 @@
-"""Settings of what is learnt from: corpora, tokenizer and packing."""
+"""Settings of the data: corpora, tokenizer and packing."""
 
 from dataclasses import dataclass
 
 from fivefold.config.settings import Count, Probability, option
 
 MOCK = "mock"
-"""The data path of numbers that are made up."""
+"""The data path of synthetic tokens."""
 IGNORED = -100
 """The label of a token that the loss ignores, as in torch."""
 FIM_TOKENS = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token")
@@ -18,21 +18,21 @@ class DataConfig:
 
     data_path: tuple[str, ...] = option(
         ("builtin",),
-        "files, folders, globs (.txt .md .py .jsonl .parquet .arrow), hf://datasets/ORG/NAME/PATH "
-        "(what the hub has there), Megatron .bin/.idx prefixes, "
-        "'builtin' (the Python standard library's sources), or 'mock' (numbers, to measure "
-        "without text); alternate with weights to blend",
+        "files, folders, globs (.txt .md .py .jsonl .parquet .arrow), "
+        "hf://datasets/ORG/NAME/PATH, Megatron .bin/.idx prefixes, 'builtin' (the sources of "
+        "Python's standard library), or 'mock' (made-up numbers, to measure without a corpus); "
+        "weights and paths alternately to blend",
     )
     valid_data_path: tuple[str, ...] = option(
         (),
-        "validation sets, each NAME=PATH of a kind that data_path takes, with a loss of its own "
-        "(eval_loss_NAME) beside that of the validation split",
+        "validation sets, each NAME=PATH with a path as for data_path; each has its own loss "
+        "(eval_loss_NAME)",
     )
     tokenizer_model: str | None = option(
         None,
-        "path of a tokenizer.json, a SentencePiece model, a vocab.json beside its merges.txt, or "
-        "a folder that holds one, or ORG/NAME of a model on the hub; without it a byte-level BPE "
-        "is trained on the corpus",
+        "path of a tokenizer.json, a SentencePiece model, a vocab.json with merges.txt, or a "
+        "folder with one of these, or ORG/NAME on the hub; none: train a byte-level BPE on the "
+        "corpus",
     )
     tokenizer_vocab_size: Count | None = option(
         None, "vocabulary of the tokenizer to train (default: the model's vocab_size)"
@@ -44,26 +44,28 @@ class DataConfig:
     text_key: str = option("text", "field of a JSON line or Parquet row that holds the text")
     sft: bool = option(
         False,
-        "data_path holds conversations: the tokenizer's chat template, loss on answers alone",
+        "data_path holds conversations: apply the tokenizer's chat template; only answers have "
+        "a loss",
     )
     fim_data: bool = option(
         False,
-        "rearrange documents as prefix, suffix and middle, so that the model learns to fill in",
+        "rearrange documents as prefix, suffix and middle, so that the model learns to fill in "
+        "(FIM)",
     )
-    fim_rate: Probability = option(0.5, "share of the documents in samples that are rearranged")
+    fim_rate: Probability = option(0.5, "share of documents that are rearranged")
     fim_spm_rate: Probability = option(
         0.5, "share of the rearranged documents whose suffix comes before their prefix"
     )
     fim_split_sample: str | None = option(
         None,
-        "token between the parts of a document, such as the files of a repository, each of which "
-        "is rearranged by itself",
+        "token between the parts of a document, such as the files of a repository; parts are "
+        "rearranged separately",
     )
     fim_fragment_rate: Probability | None = option(
-        None, "share of the parts that are rearranged, of documents with fim_split_sample"
+        None, "with fim_split_sample: share of parts that are rearranged"
     )
     fim_no_prefix: str | None = option(
-        None, "beginning of documents, and of parts, that stay as they are"
+        None, "documents and parts that begin with this text stay as they are"
     )
     fim_prefix_token: str = option("<fim_prefix>", "token before the prefix")
     fim_middle_token: str = option("<fim_middle>", "token before the middle")
@@ -75,6 +77,5 @@ class DataConfig:
     )
     document_length: Count | None = option(
         None,
-        "tokens of the document that a token lies in, on average, by which predictions count what "
-        "it attends to (default: seq_length)",
+        "mean length of a token's document, for predictions of attention (default: seq_length)",
     )

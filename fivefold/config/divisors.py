@@ -1,4 +1,4 @@
-"""The divisors of a number, among which a size can often be chosen."""
+"""The divisors of a number; sizes often have to be one of them."""
 
 from collections.abc import Iterable
 from math import isqrt

@@ -17,18 +17,18 @@ class ExpertsConfig:
 
     moe_router_load_balancing_type: tuple[LoadBalancing, ...] = option(
         ("none",),
-        "how tokens are balanced over experts: by a loss over each microbatch, each sequence, or "
-        "the global batch so far, or by Sinkhorn assignment; several losses add up",
+        "load balancing of experts: by a loss over each microbatch (aux_loss), each sequence, "
+        "or the global batch so far, or by Sinkhorn assignment; several losses add up",
     )
     moe_aux_loss_coeff: tuple[float, ...] = option(
         (0.0,), "coefficient of the balancing losses: one for all, or one for each"
     )
     moe_z_loss_coeff: NonNegative | None = option(
         None,
-        "coefficient of the router's z-loss, its squared log-sum-exp of logits; none: no z-loss",
+        "coefficient of the router's z-loss (squared log-sum-exp of its logits); none: no z-loss",
     )
     moe_router_bias_update_rate: NonNegative = option(
-        1e-3, "step by which an expert's bias moves towards an even load"
+        1e-3, "amount by which an expert's bias changes per step, towards an even load"
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = option(
         None,

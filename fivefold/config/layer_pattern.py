@@ -1,4 +1,5 @@
-"""Parses moe_layer_freq, window_attn_skip_freq and the like: which layers have something."""
+"""Parses patterns such as moe_layer_freq and window_attn_skip_freq, which say which layers have
+something."""
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,8 @@ _EVERY: Mapping[str, Callable[[int, int], bool]] = MappingProxyType(
 
 @lru_cache(maxsize=256)
 def layers_of(name: str, freq: str, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has what a setting is about: experts, a window, linear attention, no RoPE.
+    """Whether each layer has the feature of a setting: experts, a window, linear attention, no
+    RoPE.
 
     Args:
         name: the setting, such as "moe_layer_freq".
@@ -70,7 +72,7 @@ def mixers(pattern: str, num_layers: int) -> tuple[Mixer, ...]:
 
 @lru_cache(maxsize=256)
 def letters(name: str, pattern: str) -> tuple[Mixer, ...]:
-    """The mixers of a pattern of any length, which is the value of the setting `name`.
+    """The mixers of a pattern of any length, the value of the setting `name`.
 
     Raises:
         ConfigError: other letters.

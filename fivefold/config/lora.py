@@ -1,4 +1,4 @@
-"""Names of what adapters (LoRA) may be beside, and of the settings that are of them."""
+"""Names of the linear layers that may have adapters (LoRA), and of the settings of adapters."""
 
 from typing import Literal
 

@@ -35,8 +35,7 @@ class MemoryConfig:
     )
     recompute_method: Literal["uniform", "block"] = option(
         "uniform",
-        "recompute in every layer (if full, in groups of layers), or in the first layers of a "
-        "stage",
+        "recompute all layers (with full: in groups), or the first layers of each stage (block)",
     )
     recompute_num_layers: tuple[int, ...] = option(
         (1,),
@@ -48,13 +47,13 @@ class MemoryConfig:
     )
     tiled_mlp_num_shards: Count = option(
         1,
-        "tiles of the tokens in which recomputed dense MLPs run, forward and backward, so that the "
-        "inner features of one tile exist at a time",
+        "run recomputed dense MLPs in this many tiles of tokens, so that the inner features of "
+        "only one tile exist at a time",
     )
     recompute_in_flight_limit: int | None = option(
         None,
-        "most microbatches of each stage whose activations a pipeline rank holds; for the others "
-        "it keeps the stage's input, and recomputes the stage before their backward",
+        "most microbatches of each stage whose activations a pipeline rank holds; of the "
+        "others it keeps the stage's input, and recomputes the stage before their backward",
     )
     fine_grained_activation_offloading: bool = option(
         False,
@@ -64,44 +63,45 @@ class MemoryConfig:
     offload_modules: tuple[OffloadModule, ...] = option((), "modules whose inputs are offloaded")
     offload_tensors: tuple[OffloadTensor, ...] = option(
         (),
-        "tensors that are offloaded; dispatched_input: the tokens that reach experts; layer_input: "
-        "what full recomputation keeps",
+        "tensors to offload; dispatched_input: the tokens that reach experts; "
+        "pre_mlp_layernorm_output: the input of MLPs and experts; layer_input: with full "
+        "recomputation",
     )
     min_offloaded_tensor_size: Count = option(1 << 20, "bytes of the smallest tensor to offload")
     activation_offload_fraction: PositiveShare = option(
-        1.0, "share of the bytes of each offloaded tensor that goes; the rest stays on the device"
+        1.0, "share of the bytes of each offloaded tensor that is moved to the host"
     )
     cross_entropy_loss_fusion: bool = option(
         False, "compute the loss without keeping intermediate results"
     )
     cross_entropy_fusion_impl: Literal["native", "te", "linear"] = option(
         "native",
-        "fuse the loss alone, or with the output layer (linear), which then keeps no logits",
+        "fuse the loss alone (native, te), or with the output layer, storing no logits (linear)",
     )
     device_memory_limit: str | None = option(
         None,
-        "most bytes, such as 3GiB, that tensors of a step may take on each device; a run that "
-        "would need more stops and says what holds them",
+        "most bytes, such as 3GiB, of tensors on each device in a step; a run that needs more "
+        "stops and names the largest",
     )
     optimizer_cpu_offload: bool = option(False, "keep and step optimizer state in host memory")
     offload_optimizer_states: bool = option(
         False,
-        "keep optimizer state in host memory, and bring it to the device bucket by bucket for each "
-        "update there",
+        "keep optimizer state in host memory, and copy it to the device bucket by bucket to "
+        "update it there",
     )
     optimizer_offload_fraction: PositiveShare = option(
         1.0, "share of the optimizer state in host memory"
     )
     optimizer_offload_path: str | None = option(
-        None, "folder of the disk (NVMe) on which offloaded masters and moments lie, not in memory"
+        None, "folder on a disk (NVMe) for offloaded masters and moments (default: host memory)"
     )
     param_cpu_offload: bool = option(
         False,
-        "keep weights in host memory, and on the device only those of layers that are gathered "
+        "keep weights in host memory; the device holds only gathered layers "
         "(optim_grads_params, with optimizer_cpu_offload or offload_optimizer_states)",
     )
     param_offload_path: str | None = option(
-        None, "folder of the disk (NVMe) on which offloaded weights lie, not in host memory"
+        None, "folder on a disk (NVMe) for offloaded weights (default: host memory)"
     )
 
     @property
@@ -111,12 +111,12 @@ class MemoryConfig:
 
     @property
     def makes_logits_again(self) -> bool:
-        """Whether the loss keeps no logits, so that its backward computes them once more."""
+        """Whether the loss saves no logits, so that its backward recomputes them."""
         return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
 
     @property
     def remade_modules(self) -> tuple[str, ...]:
-        """Modules that selective recomputation runs again, somewhere; a2a_overlap_mlp stands for
+        """Modules that selective recomputation recomputes somewhere; a2a_overlap_mlp stands for
         several."""
         if self.recompute_granularity != "selective":
             return ()
@@ -131,11 +131,11 @@ class MemoryConfig:
         return self.recompute_granularity == "full" or "mlp" in self.remade_modules
 
     def tile_of(self, tokens: int) -> int:
-        """Tokens in each tile of a recomputed dense MLP, of which the last may be smaller."""
+        """Tokens in each tile of a recomputed dense MLP; the last tile may be smaller."""
         return -(-tokens // self.tiled_mlp_num_shards)
 
     def num_tiles(self, tokens: int) -> int:
-        """Tiles of so many tokens."""
+        """Number of tiles for this many tokens."""
         return -(-tokens // self.tile_of(tokens))
 
     def last_tile(self, tokens: int) -> float:
@@ -145,7 +145,7 @@ class MemoryConfig:
 
     @property
     def modules_of_halves(self) -> tuple[str, ...]:
-        """Modules among them that exist only where a forward and a backward are interleaved."""
+        """Those modules that exist only where a forward and a backward are interleaved."""
         return tuple(name for name in self.remade_modules if name.startswith("a2a_overlap"))
 
     @property
@@ -163,7 +163,7 @@ class MemoryConfig:
 
     @property
     def without_recompute(self) -> "MemoryConfig":
-        """The same where no layer is recomputed."""
+        """The same settings without recomputation."""
         if self.recompute_granularity is None:
             return self
         kept = tuple(name for name in self.offload_tensors if name != "layer_input")
@@ -172,7 +172,7 @@ class MemoryConfig:
         )
 
     def of_stage(self, stage: int) -> "MemoryConfig":
-        """The same for one stage, of which it then has one number of layers."""
+        """The settings of one stage, with a single number of recomputed layers."""
         numbers = self.recompute_num_layers
         if not self.recomputes_first_layers or len(numbers) == 1:
             return self
@@ -181,7 +181,7 @@ class MemoryConfig:
         return replace(self, recompute_num_layers=(numbers[stage],))
 
     def of_layer(self, place: int) -> "MemoryConfig":
-        """The same for one layer, if modules are recomputed in the first layers of a stage.
+        """The settings of one layer, if modules are recomputed in the first layers of a stage.
 
         Args:
             place: its place in the stage; 0 for further predictions, which are recomputed wherever
@@ -215,12 +215,13 @@ UPDATE_ROOMS = 3
 
 
 def update_rooms(elements: int) -> tuple[int, int]:
-    """Number of rooms through which buckets of so many elements pass, and elements of each."""
+    """The number of buffers through which buckets of this many elements pass, and the elements of
+    each."""
     return (UPDATE_ROOMS, UPDATE_BUCKET) if elements > UPDATE_BUCKET else (1, elements)
 
 
 def room_for(elements: int, kept: Iterable[tuple[int, int]]) -> int:
-    """Numbers of a kind in a room through which buckets of so many elements pass.
+    """Elements of one kind in a buffer through which buckets of this many elements pass.
 
     Args:
         elements: elements of the room.

@@ -36,4 +36,4 @@ MEANT: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "recompute_granularity": {"block": "full", "uniform": "full", "modules": "selective"},
     }
 )
-"""The choice that is meant by a misspelling, by setting."""
+"""The intended choice for each misspelling, by setting."""

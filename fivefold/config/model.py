@@ -1,5 +1,5 @@
 """The model's architecture: its settings, and what follows from them. `config.rules.model` checks
-it."""
+them."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
@@ -75,7 +75,8 @@ class ModelConfig(AttentionSizes):
 
     @property
     def norms_after(self) -> bool:
-        """Whether what attention and MLP add to the residual stream is normalised."""
+        """Whether the results of attention and MLP are normalised before they join the residual
+        stream."""
         return self.norm_placement != "before"
 
     @property
@@ -104,12 +105,12 @@ class ModelConfig(AttentionSizes):
 
     @property
     def trains_all(self) -> bool:
-        """Whether all weights are trained, rather than adapters beside frozen ones."""
+        """Whether all weights are trained, rather than adapters beside frozen weights."""
         return self.lora_rank is None
 
     @property
     def drops(self) -> bool:
-        """Whether training drops anything."""
+        """Whether training uses any dropout."""
         return max(self.hidden_dropout, self.attention_dropout, self.lora_dropout) > 0
 
     @property
@@ -120,13 +121,13 @@ class ModelConfig(AttentionSizes):
 
     @property
     def without_predictions(self) -> "ModelConfig":
-        """The same model, which predicts the next token alone."""
+        """The same model without multi-token prediction."""
         off: dict[str, Any] = {"mtp_hybrid_override_pattern": None, "mtp_use_repeated_layer": False}
         return replace(self, mtp_num_layers=0, **off)
 
     @property
     def lora_scale(self) -> float:
-        """Factor of what adapters make."""
+        """Factor of the adapters' results."""
         assert self.lora_rank is not None, "a model without adapters"
         return self.lora_alpha / (self.lora_rank**0.5 if self.use_rslora else self.lora_rank)
 
@@ -137,22 +138,24 @@ class ModelConfig(AttentionSizes):
         return self.lora_rank is not None and (every or linear in chosen)
 
     def keeps_made(self, linear: str) -> bool:
-        """Whether linear layers of a name keep what they made, to be scaled (DoRA)."""
+        """Whether linear layers of this name save their results, to be scaled (DoRA)."""
         return self.use_dora and self.adapts(linear)
 
     def reads_shared(self, linear: str) -> bool:
-        """Whether the adapter of linear layers of a name reads what others keep, too."""
+        """Whether the adapter of linear layers of this name reads a tensor that others save
+        anyway."""
         return self.adapts(linear) and not self.lora_dropout
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding; the same for every layout, so that checkpoints reshard."""
+        """Rows of the embedding; the same for every layout, so that checkpoints can be
+        resharded."""
         multiple = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // multiple) * multiple
 
     @property
     def latent_epsilon(self) -> float:
-        """What norms of MLA's latents add to the variance."""
+        """Number that norms of MLA's latents add to the variance."""
         return self.latent_norm_epsilon or self.norm_epsilon
 
     @property
@@ -191,17 +194,17 @@ class ModelConfig(AttentionSizes):
 
     @property
     def expert_features(self) -> int:
-        """Features of what experts read and make, and of rows on their way to and from them."""
+        """Features that experts read and produce, as do rows on their way to and from them."""
         return self.moe_latent_size or self.hidden_size
 
     @property
     def weighs_chosen(self) -> bool:
-        """Whether weights of experts are the softmax over the chosen ones' logits alone."""
+        """Whether expert weights are a softmax over the chosen experts' logits only."""
         return self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
 
     @property
     def keeps_shared(self) -> bool:
-        """Whether something saves what shared experts make: their gate, or a norm."""
+        """Whether a gate or a norm saves the output of the shared experts."""
         return self.moe_shared_expert_gate or self.moe_branch_norms
 
     @property

@@ -66,8 +66,8 @@ class ParallelConfig:
     )
     pipeline_dx_first: bool = option(
         True,
-        "send each dX before its dW is computed, where the schedule leaves that open; without, dW "
-        "hides tensor parallelism's messages of dX, and the stage before waits longer",
+        "send each dX before its dW is computed, if the schedule allows it; without it dW "
+        "hides the tensor-parallel reduction of dX, but the previous stage waits longer",
     )
     pipeline_in_flight_limit: float | None = option(
         None,
@@ -80,8 +80,7 @@ class ParallelConfig:
     pipeline_max_unsharded_stages: Count | None = option(
         None,
         "with optim_grads_params: most stages of a rank whose parameters are gathered at once; "
-        "each stays gathered for as many pipeline actions as possible (default: gather layer by "
-        "layer, each time)",
+        "each stays gathered as long as possible (default: gather each layer for each use)",
     )
     microbatch_group_size_per_virtual_pipeline_stage: Count | None = option(
         None, "microbatches a rank runs on one stage before the next (default: PP)"
@@ -102,22 +101,23 @@ class ParallelConfig:
         "alltoall", "how tokens reach their experts"
     )
     moe_enable_deepep: bool = option(
-        False, "send the tokens of flex by DeepEP's kernels, on GPUs, where deep_ep is installed"
+        False, "send the tokens of flex with DeepEP's kernels (needs GPUs and the package deep_ep)"
     )
     moe_deepep_num_sms: Count = option(
-        20, "multiprocessors of a GPU that DeepEP's kernels take, an even number"
+        20, "multiprocessors of a GPU for DeepEP's kernels, an even number"
     )
     moe_shared_expert_overlap: bool = option(
         False, "compute shared experts while tokens travel to the routed ones and back"
     )
     overlap_moe_expert_parallel_comm: bool = option(
         False,
-        "hide the experts' all-to-alls behind another microbatch's computation, where the schedule "
-        "pairs a forward with a backward",
+        "hide the experts' all-to-alls behind another microbatch's computation, with schedules "
+        "that pair a forward with a backward",
     )
     delay_wgrad_compute: bool = option(
         False,
-        "in such a pair, compute weight gradients while the backward's own all-to-alls travel",
+        "with overlap_moe_expert_parallel_comm: compute weight gradients during the backward's "
+        "own all-to-alls",
     )
     tp_comm_overlap: bool = option(
         False,
@@ -143,11 +143,11 @@ class ParallelConfig:
     )
     ddp_bucket_size: Count = option(
         2_097_152,
-        "with no_shard: elements of gradients that are summed over ranks in one message",
+        "with no_shard: gradient elements that are reduced in one message",
     )
     overlap_param_gather_with_optimizer_step: bool = option(
         False,
-        "with optim and optim_grads: gather a block's updated parameters while others are updated",
+        "with optim and optim_grads: gather each updated block while others are being updated",
     )
     grad_reduce_in_bf16: bool = option(
         False, "send and sum gradients in bf16; not between HSDP replicas"
@@ -161,8 +161,8 @@ class ParallelConfig:
     )
     zero_hpz_partition_size: Count = option(
         1,
-        "with optim_grads_params: ranks, of a node, that keep a second copy of the weights of a "
-        "step and gather from it (hpZ of ZeRO++)",
+        "with optim_grads_params: ranks of a node that keep a second copy of the step's "
+        "weights, from which later gathers read (hpZ of ZeRO++)",
     )
     zero_quantized_gradients: bool = option(
         False,
@@ -170,8 +170,8 @@ class ParallelConfig:
     )
     zero_qgz_partition_size: Count = option(
         1,
-        "with zero_quantized_gradients: ranks, of a node, that sum among themselves before they "
-        "send to other nodes",
+        "with zero_quantized_gradients: ranks of a node that sum first, before nodes exchange "
+        "(qgZ's hierarchy)",
     )
 
     @property

@@ -548,7 +548,8 @@ def resolve_model(name_or_path: str | Path) -> ModelConfig:
 
 
 def told_of_model(name: str) -> str | None:
-    """What of a model is not read, or where it is from, for people; None: nothing is to be said."""
+    """A note about parts of a model that are not read, or about its origin; None: there is nothing
+    to say."""
     if HUB_NAMES.get(name, name) in PRESETS:
         return None
     if (path := _path(name)) is not None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Reach(NamedTuple):
-    """What limits the earlier tokens of its document that a token attends to.
+    """Limits which earlier tokens of its document a token attends to.
 
     Attributes:
         window: to how many before itself it attends; None: no window.
@@ -18,12 +18,12 @@ class Reach(NamedTuple):
     chunk: int | None = None
 
     def is_whole(self, length: int) -> bool:
-        """Whether a document of so many tokens is attended to as a whole."""
+        """Whether a document of this many tokens is attended to as a whole."""
         slides = self.window is not None and self.window + 1 < length
         return not slides and (self.chunk is None or self.chunk >= length)
 
     def starts(self, documents: Sequence[int]) -> tuple[int, ...]:
-        """Where documents start, then where the last ends, with the starts of their chunks.
+        """The starts of documents and of their chunks, then the end of the last document.
 
         >>> Reach(chunk=4).starts((0, 10, 12))
         (0, 4, 8, 10, 12)
@@ -34,7 +34,7 @@ class Reach(NamedTuple):
         return *chain.from_iterable(begun), documents[-1]
 
     def mean_keys(self, length: int) -> float:
-        """Mean number of keys that a token of a document of so many tokens attends to."""
+        """Mean number of keys that a token attends to, in a document of this many tokens."""
         chunk = min(self.chunk or length, length)
         whole, rest = divmod(length, chunk)
         return (whole * chunk * self._in_chunk(chunk) + rest * self._in_chunk(rest)) / length

@@ -1,4 +1,4 @@
-"""Settings of what a run keeps and tells: checkpoints, metrics, profiles and audits."""
+"""Settings of what a run stores and reports: checkpoints, metrics, profiles and audits."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ class CheckpointConfig:
     )
     load: str | None = option(
         None,
-        "run folder, or distributed checkpoint of Megatron-LM, to go on from in any layout; or "
-        "weights of Hugging Face: a folder, or ORG/NAME on the hub",
+        "what to start from, in any layout: a run folder or a distributed checkpoint of "
+        "Megatron-LM, to continue; or Hugging Face weights (a folder, or ORG/NAME on the hub)",
     )
     load_adapter: str | None = option(
         None,
-        "folder, or ORG/NAME on the hub, of an adapter that PEFT saved, to go on with beside the "
+        "PEFT adapter (a folder, or ORG/NAME on the hub) to continue training, on top of the "
         "weights of --load",
     )
     ckpt_step: Whole | None = option(None, "step of --load to start from (default: its latest)")
@@ -40,17 +40,17 @@ class CheckpointConfig:
     )
     save_interval: Whole | None = option(
         0,
-        "steps between checkpoints; 0: only the last step; auto: as often as loses the least "
-        "time, by what a checkpoint costs here and how often devices fail",
+        "steps between checkpoints; 0: only after the last step; auto: the interval that loses "
+        "the least time, from the cost of a checkpoint and the failure rate of devices",
         none="auto",
     )
     keep_latest_k: Count | None = option(3, "number of checkpoints to keep; none: all")
     save_retain_interval: Count | None = option(
         None,
-        "checkpoints of steps that are multiples of this stay, beside the keep_latest_k latest; "
-        "a multiple of save_interval",
+        "also keep checkpoints of steps that are multiples of this, which must be a multiple "
+        "of save_interval",
     )
-    async_save: bool = option(True, "write checkpoints while training goes on")
+    async_save: bool = option(True, "write checkpoints while training continues")
     non_persistent_save_interval: Whole = option(
         0, "steps between copies of each rank's state in the memory of its host; 0: none"
     )
@@ -59,8 +59,8 @@ class CheckpointConfig:
     )
     replication_jump: Whole | None = option(
         None,
-        "ranks between a rank and the one on whose host its second copy is kept; none: so many "
-        "that it is another host",
+        "distance in ranks to the one whose host keeps the second copy; none: the nearest on "
+        "another host",
     )
 
 
@@ -70,7 +70,7 @@ class LoggingConfig:
 
     log_interval: Count = option(1, "steps between console lines")
     log_straggler: bool = option(
-        False, "compare the times of replicas at each console line, and name those that are slow"
+        False, "compare the times of replicas at each console line, and name slow ones"
     )
     tensorboard: bool = option(False, "write TensorBoard events (extra: fivefold[tensorboard])")
     wandb_project: str | None = option(None, "report to this W&B project (extra: fivefold[wandb])")
@@ -79,14 +79,14 @@ class LoggingConfig:
         "record when each pipeline action runs; the run folder keeps the last profiled step",
     )
     profile_step_start: int = option(10, "first step that is profiled")
-    profile_step_end: int = option(12, "first step that is no longer profiled")
+    profile_step_end: int = option(12, "first step after profile_step_start that is not profiled")
     profile_ranks: tuple[int, ...] = option((0,), "ranks whose pipelines are profiled")
     use_pytorch_profiler: bool = option(
-        False, "also keep torch's trace of these steps and ranks, with actions and messages named"
+        False, "also record torch's trace of these steps and ranks, with named actions and messages"
     )
     record_memory_history: bool = option(
-        False, "also keep what the GPU's allocator did in these steps, for pytorch.org/memory_viz"
+        False, "also record the GPU allocator's history in these steps, for pytorch.org/memory_viz"
     )
     audit: bool = option(
-        False, "measure what the second step sends, holds and computes, for `fivefold audit`"
+        False, "record what the second step sends, holds and computes, for `fivefold audit`"
     )

@@ -41,7 +41,7 @@ USUAL = (
     "save_interval",
     "eval_interval",
 )
-"""The settings of a run that help begins with."""
+"""The settings with which the help of a run begins."""
 
 
 def help_text(verb: str, options: type, stream: TextIO, topic: str | None) -> str:
@@ -84,20 +84,20 @@ def help_text(verb: str, options: type, stream: TextIO, topic: str | None) -> st
 
 
 def is_topic(topic: str, options: type) -> bool:
-    """Whether a section of settings, a setting or a flag is called so in the help of a command,
-    whose own arguments are `options`."""
+    """Whether the help of a command, with its own arguments `options`, has a section, setting or
+    flag of this name."""
     own, sections = _own_and_sections(options)
     flags = (setting for setting in own if not setting.positional)
     return topic in sections or bool(_named(topic, [*flags, *_of(sections)], MAX_WIDTH))
 
 
 def is_word(topic: str) -> bool:
-    """Whether the name, the description or the values of a setting of a run have such words."""
+    """Whether the name, description or values of any setting contain these words."""
     return bool(_mentioning(topic, _of(SECTION_SETTINGS), MAX_WIDTH))
 
 
 def resembles_topic(topic: str) -> bool:
-    """Whether a section or a setting of a run is called nearly so."""
+    """Whether a section or a setting has a similar name."""
     return bool(_meant(topic, _of(SECTION_SETTINGS)))
 
 
@@ -136,7 +136,7 @@ def _usual_lines(verb: str, sections: Mapping[str, Sequence[Setting]], width: in
 
 
 def _of(sections: Mapping[str, Sequence[Setting]]) -> Iterator[Setting]:
-    """All settings of a run, that of the whole model among them."""
+    """All settings of a run, including --model."""
     if sections:
         yield MODEL
     for settings in sections.values():
@@ -144,8 +144,8 @@ def _of(sections: Mapping[str, Sequence[Setting]]) -> Iterator[Setting]:
 
 
 def _named(topic: str, settings: Iterable[Setting], width: int) -> list[str]:
-    """What is said of a flag, also by a short name or one of another trainer's, of which is told
-    what differs, or why there is none; empty: nothing."""
+    """The description of a flag, also by a short name or another trainer's name, of which it says
+    what differs, or why there is no flag; empty: none."""
     of_all = {setting.name: setting for setting in settings}
     known = {**of_all, **{alias: of_all[n] for alias, n in ALIASES.items() if n in of_all}}
     name, theirs = name_of(topic), foreign(name_of_flag(topic), known)
@@ -161,7 +161,7 @@ def _named(topic: str, settings: Iterable[Setting], width: int) -> list[str]:
 
 
 def _mentioning(topic: str, settings: Iterable[Setting], width: int) -> list[str]:
-    """The settings whose name, description or values have words that begin so; empty: none."""
+    """Settings whose name, description or values contain words that begin so; empty: none."""
     sought = _words(topic)
     found = [
         setting
@@ -175,7 +175,7 @@ def _mentioning(topic: str, settings: Iterable[Setting], width: int) -> list[str
 
 
 def _words(text: str) -> str:
-    """The words of a text in small letters, each after a space."""
+    """The words of a text in lower case, each after a space."""
     return "".join(f" {word}" for word in re.findall(r"[a-z0-9]+", text.lower()))
 
 

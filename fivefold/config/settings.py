@@ -51,7 +51,7 @@ def argument(help: str, default: Any = MISSING) -> Any:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting; one that is a switch is off with that of `no_` and its name.
+    """The flag of a setting; a switch is turned off by its name after `no_`.
 
     >>> flag_of("seq_length"), flag_of("no_sequence_parallel")
     ('--seq-length', '--no-sequence-parallel')
@@ -60,7 +60,7 @@ def flag_of(name: str) -> str:
 
 
 def name_of_flag(flag: str) -> str:
-    """The inverse of `flag_of`, of a flag with or without values.
+    """The inverse of `flag_of`, for a flag with or without values.
 
     >>> name_of_flag("--seq-length 4096")
     'seq_length'
@@ -124,7 +124,7 @@ class Setting:
         return self._checked(self.kind(text))
 
     def is_too_large(self, value: object) -> bool:
-        """Whether a value is a whole number, and refused only because it is too large."""
+        """Whether a value is an integer that is refused only because it is too large."""
         try:
             return self.kind is int and abs(int(str(value))) >= _MAX_WHOLE
         except (ValueError, RecursionError):
@@ -181,8 +181,8 @@ class Setting:
         return str(value).lower() if isinstance(value, bool) else repr(value)
 
     def beyond(self, value: Any) -> str:
-        """What is wrong with a number that it may not have, or with one of several, as "must be at
-        least 1, not 0"; empty: nothing."""
+        """Why a number, or one of several, is not allowed, such as "must be at least 1, not 0";
+        empty if allowed."""
         if self.within is None:
             return ""
         each = value if isinstance(value, tuple) else (value,)
@@ -190,8 +190,8 @@ class Setting:
         return f"must be {self.within.words}, not {wrong[0]}" if wrong else ""
 
     def is_empty(self, value: object) -> bool:
-        """Whether it is an empty text where that means nothing: a path that is empty would be the
-        current folder."""
+        """Whether it is an empty text where that makes no sense: an empty path would be the current
+        folder."""
         return value == "" and self.kind is str and self.default != ""
 
     def _checked(self, value: Any) -> Any:
@@ -256,5 +256,5 @@ def _setting(of: Field, hint: Any) -> Setting:
 
 
 def _quoted(text: str) -> str:
-    """A TOML basic string: one of JSON, in which TOML wants one more character escaped."""
+    """A TOML basic string: a JSON string with one more character escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -198,7 +198,7 @@ def _options(options: type[T], given: Given, mistakes: Mistakes) -> T | None:
 
 
 def _written(recipe: str | None, mistakes: Mistakes) -> dict[str, dict[str, Any]]:
-    """The values of a recipe by section; empty without a recipe."""
+    """The values of a recipe by section; empty if there is no recipe."""
     if recipe is not None:
         with mistakes.collecting():
             return _read_recipe(recipe)
@@ -225,7 +225,7 @@ def _config(
 def _of_adapter(
     folder: str | None, written: Mapping[str, Any], mistakes: Mistakes
 ) -> dict[str, Any]:
-    """Settings of the adapters that a run starts from, unless a recipe says what they are."""
+    """Settings of the adapters that a run starts from, unless a recipe gives them."""
     if folder is not None and "lora_rank" not in written:
         with mistakes.collecting():
             return dict(read_adapter(in_place(folder, CONFIG_ALONE, _log.info)).settings)
@@ -272,7 +272,7 @@ def _model(
 
 
 def _models_beside(weights: str | None) -> tuple[str, ...]:
-    """What says which model it is: the config.json of the weights to start from, if it is there."""
+    """The model that the config.json beside the starting weights describes, if there is one."""
     if weights is not None and (model_named(weights) or Path(weights, "config.json").is_file()):
         return (f"--model {quote(weights)}",)
     return "--model llama3-8b", "--model debug-llama"

@@ -1,4 +1,4 @@
-"""A job of another trainer in settings: what each way to read one makes of it."""
+"""The common form of another trainer's job, translated into settings."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Translation:
 
 
 def fitting(named: Iterable[tuple[str, Any]], mistakes: Mistakes) -> dict[str, Any]:
-    """Settings in their types; what none of a setting would change is left out."""
+    """Settings converted to their types; those that would change nothing are left out."""
     return {
         name: _fitting(SETTINGS[name], value, mistakes)
         for name, value in named

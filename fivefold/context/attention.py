@@ -42,7 +42,7 @@ class Across:
 
 
 How = tuple[HeadDropout | None, Scores]
-"""Dropout of the probabilities, and how scores are made."""
+"""Settings of dropout and of the scores."""
 
 
 class _Across(torch.autograd.Function):
@@ -149,13 +149,13 @@ class Heads:
         return back.unflatten(2, (q_BSND.shape[2], -1))
 
     def deal(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> "Deal":
-        """How heads and tokens are exchanged."""
+        """The assignment of heads and tokens to ranks."""
         return Deal(self.group, part, q_BSND.shape[2], k_BSGD.shape[2])
 
 
 @dataclass(frozen=True)
 class Deal:
-    """Which rank of a group has which heads and which tokens.
+    """The assignment of heads and tokens to the ranks of a group.
 
     Attributes:
         group: the ranks.
@@ -237,7 +237,7 @@ class ToHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads_BSND: Tensor) -> tuple[Tensor | None, ...]:
-        """The way back; a head that several ranks have adds up."""
+        """The reverse exchange; gradients of a head that several ranks have are summed."""
         deal, dims = ctx.deal, ctx.dims
         sends = deal.by_rank(torch.cat([grad.flatten(2) for grad in grads_BSND], dim=-1))
         spans = [_features(deal, rank, dims) for rank in range(deal.group.size())]
@@ -256,7 +256,7 @@ class ToHeads(torch.autograd.Function):
 
 
 def _features(deal: Deal, rank: int, dims: tuple[int, ...]) -> list[Span]:
-    """The ranges of features, as of packed queries, keys and values, that go to a rank."""
+    """For each rank, the ranges of the packed features that go to it."""
     heads = deal.queries(rank), *(deal.keys(rank),) * (len(dims) - 1)
     return [(first * d, last * d) for (first, last), d in zip(heads, dims, strict=True)]
 
@@ -273,7 +273,7 @@ class ToTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_BSF: Tensor) -> tuple[Tensor, None]:
-        """The way back."""
+        """The reverse exchange."""
         deal: Deal = ctx.deal
         sends = list(grad_BSF.chunk(deal.group.size(), dim=-1))
         return deal.in_order(deal.exchange(sends, [sends[0].shape[2]] * len(sends))), None

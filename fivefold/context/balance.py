@@ -1,4 +1,4 @@
-"""How context-parallel ranks split tokens: equally many each, with equal attention work; no torch.
+"""Splits tokens over context-parallel ranks: equal numbers, equal attention work; no torch.
 
 Rows of one document are cut zigzag: rank r holds chunks r and 2P-1-r, which balances the causal
 mask exactly. Packed documents are cut into equal chunks, assigned by the area of their mask:

@@ -44,7 +44,7 @@ def install_context_parallel(stage: Stage, kinds: Sequence[CpCommType], groups: 
 
 
 def install_chosen(stage: Stage, groups: Groups, *, alone: bool) -> None:
-    """Have attention to chosen tokens read the latents of the tokens of all ranks.
+    """Make attention to chosen tokens read the latents of all ranks' tokens.
 
     Args:
         stage: stage of a model with an indexer.
@@ -74,7 +74,7 @@ def make_kernel(kind: CpCommType, groups: Groups) -> Kernel:
 
 
 def divide(batch: Batch, window: int | None, group: dist.ProcessGroup) -> Batch:
-    """This rank's part of a microbatch on the CPU; packed rows are laid end to end first.
+    """This rank's part of a microbatch on the CPU; packed rows are concatenated first.
 
     Args:
         batch: whole microbatch.

@@ -64,7 +64,7 @@ class SparseLatents:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What is no tensor of the graph.
+    """Arguments that are not tensors of the graph.
 
     Attributes:
         up: projects latents to keys and values.
@@ -85,17 +85,17 @@ class _Rest:
     scale: float
 
     def own(self, latent: Tensor, key: Tensor) -> Own:
-        """Both as the keys of one head, without values, for transport."""
+        """Latents and indexer keys as the keys of one head, without values, for transport."""
         both = torch.cat((latent, key), dim=-1)
         return Own(both[:, :, None], both.shape[-1], self.part, None)
 
     def view(self, arrived: Keys) -> View:
-        """Which of the tokens that have arrived queries see."""
+        """The received tokens that queries see."""
         return View(self.part.spans, arrived.spans, self.part.shards.sight, self.begins_BL)
 
 
 class _Latents(torch.autograd.Function):
-    """Saves what is its rank's own, its result and its log-sum-exp."""
+    """Autograd function that saves only its rank's own tensors, its result and its log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, rest: _Rest, *tensors: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class _Latents(torch.autograd.Function):
 
 
 def _apart(arrived: Keys, latent: Tensor) -> tuple[Tensor, Tensor]:
-    """The latents and the indexer's keys of all tokens that have arrived."""
+    """The latents, and the indexer's keys, of all received tokens."""
     latents, keys = arrived.k[:, :, 0].tensor_split([latent.shape[-1]], dim=-1)
     return latents, keys
 
@@ -157,7 +157,7 @@ def _read(q: Tensor, latents: Tensor, index: list[Tensor], weight: Tensor) -> ch
 
 
 def _begins(documents: Documents | None, part: MicrobatchShare) -> Tensor | None:
-    """Those of `View`; where ranks split packed rows, these are laid end to end."""
+    """Starts of documents, as in `View`; packed rows that ranks split are concatenated."""
     if documents is None:
         return None
     begins_BL = documents.begins_BL

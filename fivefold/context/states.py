@@ -1,4 +1,4 @@
-"""Context parallelism of states: each rank walks through whole documents for some heads.
+"""Context parallelism of layers with states: each rank computes whole documents for some heads.
 
 A state runs through a document from its beginning to its end, so ranks exchange the tokens they
 hold for the heads that they compute, whatever attention with a softmax does (`cp_comm_type`).
@@ -15,10 +15,9 @@ from fivefold.model.linear_attention.state_layer import StateLayer, Within
 
 @dataclass(frozen=True)
 class StatesOfHeads:
-    """The kernel of the tokens of all ranks, for this rank's share of the key heads, or of
-    the groups.
+    """The kernel for the tokens of all ranks, for this rank's share of the key heads or groups.
 
-    One all-to-all of what states are told, and one of what it makes.
+    One all-to-all of the inputs, and one of the results.
 
     Attributes:
         group: context-parallel group.

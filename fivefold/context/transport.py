@@ -30,7 +30,8 @@ arrives."""
 
 Pair = tuple[Tensor, Tensor]
 Backward = Generator[Keys, Pair, Tensor]
-"""Yields keys, receives their gradients in at least fp32, returns those of the rank's own KV."""
+"""A generator that yields keys, receives their gradients in at least fp32, and returns those of the
+rank's own KV."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +326,7 @@ class Alone:
 
 
 def _pieces(part: MicrobatchShare) -> list[tuple[Span, int, Span]]:
-    """(positions, source rank, indices in its message) of what a rank sees, in row order."""
+    """(positions, source rank, indices in its message) of the visible tokens, in row order."""
     found = []
     for source, chunks in enumerate(part.shards.chunks):
         sent = part.shards.sent(source, part.rank) if source != part.rank else chunks

@@ -1,1 +1,1 @@
-"""Weights of other programs, in and out."""
+"""Reads and writes weights in the formats of other programs."""

@@ -39,9 +39,10 @@ _OF_EXPERTS = "gate_proj", "up_proj", "down_proj"
 
 
 def with_merged(read: ReadPart, model: ModelConfig) -> ReadPart:
-    """`read` of a model's weights, with W + s B A in the place of W where it has an adapter.
+    """`read` for a model's weights, with W + s B A instead of W where it has an adapter.
 
-    The sum is made in at least fp32, and with magnitudes its rows get these lengths.
+    The sum is computed in at least fp32; with magnitudes (DoRA) its rows are scaled to these
+    lengths.
     """
     if model.lora_rank is None:
         return read
@@ -160,7 +161,7 @@ def open_adapter(
 
 
 def _see_settings(adapter: PeftAdapter, model: ModelConfig) -> None:
-    """See that a model has the adapters of a folder; their dropout is a matter of training."""
+    """Check that a model has the adapters of a folder; their dropout matters only in training."""
     there = replace(model, **adapter.settings)
     changed = {
         name: value
@@ -180,7 +181,7 @@ def _see_settings(adapter: PeftAdapter, model: ModelConfig) -> None:
 
 
 def _see_targets(adapter: PeftAdapter, places: Mapping[str, Stored]) -> None:
-    """See that a file has the adapters of those linear layers that its settings name."""
+    """Check that a file has adapters for the linear layers that its settings name."""
     linears = {
         name.removesuffix(".weight")
         for place in places.values()
@@ -208,7 +209,7 @@ def _why_not(model: ModelConfig, kind: str) -> str:
 
 
 def _joint(model: ModelConfig, kind: str) -> str:
-    """Why one adapter there would be several here, or none; empty if each is one."""
+    """Why one adapter there would be several here, or none; empty if they match one to one."""
     if model.hybrid_override_pattern is not None:
         return f"{kind} has layers with Mamba-2, which have no adapters here"
     if model.fades_features:
@@ -232,7 +233,7 @@ def _joint(model: ModelConfig, kind: str) -> str:
 def _settings(
     model: ModelConfig, tensors: Mapping[str, Tensor], base: str | None
 ) -> dict[str, Any]:
-    """What PEFT asks for."""
+    """The settings that PEFT asks for."""
     targets = {end_of(name.split(LORA)[0]) for name in tensors}
     return {
         "peft_type": "LORA",

@@ -1,4 +1,4 @@
-"""Reads parts of the tensors in a Hugging Face folder, of several files or one."""
+"""Reads parts of the tensors in a Hugging Face folder with one file or several."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -70,7 +70,8 @@ class HubFolder:
         return str(text_kind(self.fields))
 
     def told_parts(self) -> str:
-        """What is left out of a multimodal model: each part with its size; empty if nothing is."""
+        """The parts of a multimodal model that are left out, each with its size; empty if none
+        is."""
         told = []
         for part, names in self.parts.items():
             size = sum(math.prod(self._tensors.shape(name)) for name in names)
@@ -78,7 +79,7 @@ class HubFolder:
         return ", ".join(told)
 
     def _by_full_name(self, files: Iterable[str]) -> dict[str, str]:
-        """The name in the files of each tensor, by the one in the model, or in its text model."""
+        """For each tensor, by its name in the model or its text model, its name in the files."""
         found: dict[str, str] = {}
         base, whole = self.how.base, is_multimodal(self.fields)
         known = (*HEADS, base, *filter(None, (self.how.further,)))
@@ -95,7 +96,7 @@ class HubFolder:
 
     @property
     def names(self) -> set[str]:
-        """Its tensors, by their full names; those that hold scales of others are left out."""
+        """Its tensors by their full names, without those that hold scales of other tensors."""
         found = set()
         for name in self._actual:
             if (
@@ -207,8 +208,8 @@ class HubFolder:
         return self._tensors.slice(self._actual[name])
 
     def _find(self) -> dict[str, Path]:
-        """The file of each tensor: of the one file or of the index, in transformers' order; else of
-        all files."""
+        """The file of each tensor: from the only file or the index, in transformers' order; else
+        from all files."""
         if (self.path / WHOLE).is_file():
             names = tensor_names(self.path / WHOLE, CheckpointError)
             return dict.fromkeys(names, self.path / WHOLE)

@@ -1,4 +1,4 @@
-"""Fills tensors of ours from a folder of Hugging Face's or Megatron-core's, part by part."""
+"""Fills our tensors from a Hugging Face or Megatron-core folder, part by part."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -74,9 +74,9 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
 
 
 def _as_saved(hub: HubFolder, places: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Matrices of Qwen3-VL's experts as published, or as transformers 5 saves them: not transposed.
+    """Matrices of Qwen3-VL's experts as published, or as transformers 5 saves them, not transposed.
 
-    One of the two sizes of a matrix may be the other, but not of both kinds of matrices.
+    One of the two sizes of a matrix may equal the other, but not for both kinds of matrices.
     """
     moved = {name: replace(at, transposed=False) for name, at in places.items() if at.transposed}
     names, there = hub.names, [places[name] for name in moved]
@@ -116,7 +116,8 @@ def _together(places: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def check_copies(hub: HubFolder, model: ModelConfig) -> None:
-    """Check that what a folder has beside the embedding or head, and the model shares, is the same.
+    """Check that a folder's copies of the embedding or head equal it, if the model shares the
+    weight.
 
     Raises:
         CheckpointError: a tensor is another than the one in its place.
@@ -132,7 +133,8 @@ def check_copies(hub: HubFolder, model: ModelConfig) -> None:
 
 
 def check_numbers(hub: HubFolder) -> None:
-    """Check that numbers that a folder has as tensors are those of the family, as bf16 has them.
+    """Check that numbers which a folder stores as tensors equal those of the family, to bf16's
+    precision.
 
     Raises:
         CheckpointError: one is another.
@@ -146,7 +148,7 @@ def check_numbers(hub: HubFolder) -> None:
 
 
 def _equal(hub: HubFolder, name: str, other: str) -> bool:
-    """Whether two tensors have the same elements; some rows are in memory at a time."""
+    """Whether two tensors have the same elements; only some rows are in memory at a time."""
     shape = hub.shape(name)
     if hub.shape(other) != shape:
         return False
@@ -158,8 +160,8 @@ def _equal(hub: HubFolder, name: str, other: str) -> bool:
 
 
 def model_in(hub: HubFolder, adapter: PeftAdapter | None = None) -> ModelConfig:
-    """The architecture of a folder: that of its config.json, less predictions that it lacks, with
-    those adapters.
+    """The architecture of a folder: that of its config.json, without predictions that it lacks,
+    with these adapters.
 
     transformers neither loads nor saves DeepSeek-V3's layers that predict further tokens, so that
     an adapter made with it has none in them, wherever the weights have them.
@@ -229,7 +231,8 @@ def sources_in(
 def checked_sources(
     path: Path, model: ModelConfig, adapter: Path | None = None, *, trained: bool = False
 ) -> dict[str, tuple[Reads, Stored]]:
-    """The same, and what is seen once rather than by each rank: types, scales, values of copies.
+    """`sources_in`, with the checks that need not run on each rank: types, scales, values of
+    copies.
 
     Raises:
         ConfigError: the adapters cannot be read.
@@ -277,7 +280,7 @@ def fill_from_folder(
 
 
 def fill_piece(folder: Reads, place: Stored, piece: Piece) -> None:
-    """Fill a piece of a tensor of ours in place, from where the tensor lies."""
+    """Fill a piece of one of our tensors in place, from where the tensor is stored."""
     target = piece.local.detach()
     if place.joined:
         _fill_joined(folder, place, piece)

@@ -1,4 +1,5 @@
-"""Reads Megatron-core's distributed checkpoints (`--ckpt-format torch_dist`).
+"""Reads Megatron-core's distributed checkpoints (`--ckpt-format torch_dist`). || This does not need
+the package, and unpickles nothing.
 
 Neither the package is needed, nor is anything unpickled.
 """
@@ -54,7 +55,7 @@ _TENSORS = Tensors(
 
 
 class MegatronFolder(MegatronTensors):
-    """The weights of a checkpoint, and its optimizer's state of them.
+    """The weights of a checkpoint, and the optimizer state for them.
 
     Args:
         path: folder of the checkpoint.
@@ -85,7 +86,7 @@ class MegatronFolder(MegatronTensors):
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The arguments of the run that saved it, as far as they are told.
+        """The arguments of the run that saved it, as far as they are recorded.
 
         Raises:
             CheckpointError: its common.pt cannot be read.
@@ -131,7 +132,7 @@ class MegatronFolder(MegatronTensors):
         return replace(place, of=rows)
 
     def _in_parts(self, name: str, place: Stored) -> Stored:
-        """Gate, up and experts as tensors of their own, where a checkpoint has them so."""
+        """Gate, up and experts as separate tensors, if a checkpoint stores them so."""
         (there,) = place.names
         if there in self._where:
             return place

@@ -1,4 +1,4 @@
-"""Tensors of Megatron-core's distributed checkpoints, each layer by itself, read by slices."""
+"""Tensors of Megatron-core's distributed checkpoints, one for each layer, read by slices."""
 
 from collections.abc import Collection, Mapping
 from itertools import product
@@ -66,7 +66,7 @@ class MegatronTensors:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of the weights of which it has something."""
+        """The names of the weights for which it has something."""
         return self._where.keys()
 
     def shape(self, name: str) -> Shape:
@@ -104,7 +104,7 @@ class MegatronTensors:
 
 
 class StateTensors(MegatronTensors):
-    """One state of the optimizer, of the shapes of the weights or in flattened parts of them.
+    """One optimizer state, in the shapes of the weights or in flattened parts of them.
 
     Releases before 0.14 (`fully_sharded_model_space`) flattened the part of a weight that a rank
     had: of a weight [R, C] in r x c parts, state is stored as [r, c, R/r * C/c].

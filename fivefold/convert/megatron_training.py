@@ -1,4 +1,4 @@
-"""Where a job of Megatron-LM was when it saved a checkpoint, and the state of its optimizer."""
+"""The position of a Megatron-LM job when it saved a checkpoint, and its optimizer state."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class MegatronTraining:
-    """Where a job of Megatron-LM was.
+    """The position of a Megatron-LM job.
 
     Attributes:
         step: updates that Adam had made.
@@ -49,12 +49,12 @@ class MegatronTraining:
 
 
 def keeps_training(folder: MegatronFolder) -> bool:
-    """Whether a checkpoint has anything of an optimizer, in any format."""
+    """Whether a checkpoint has any optimizer state, in any format."""
     return bool(folder.states) or folder.in_buckets or "optimizer" in read_common(folder.path)
 
 
 def training_in(folder: Path) -> MegatronTraining:
-    """Where the job was that saved a checkpoint.
+    """The position of the job that saved a checkpoint.
 
     Raises:
         CheckpointError: its common.pt cannot be read, or does not tell Adam's step.
@@ -87,7 +87,8 @@ def training_in(folder: Path) -> MegatronTraining:
 def training_sources(
     folder: MegatronFolder, model: ModelConfig
 ) -> dict[str, tuple[MegatronTensors, Stored]]:
-    """Where each tensor of a run that goes on lies: masters, buffers and moments by their names.
+    """Where each tensor of a run that resumes is stored: masters, buffers and moments by their
+    names.
 
     Raises:
         CheckpointError: the weights are of another model; or the optimizer's state is none that is
@@ -116,7 +117,7 @@ def _check_format(folder: MegatronFolder) -> None:
     }
     if folder.in_buckets or not folder.states:
         kind = f" ({', '.join(sorted(formats))})" if formats else ""
-        why = "they can be read in the layout that saved them alone"
+        why = "only the layout that saved them can read them"
         what = f"{folder.path} has masters and moments in buckets{kind}"
         attempt = "Megatron-LM's --dist-ckpt-optim-fully-reshardable, which saves them by weight"
         raise CheckpointError(Mistake(what, (why,), works=WEIGHTS_ALONE, attempt=attempt))
@@ -124,7 +125,7 @@ def _check_format(folder: MegatronFolder) -> None:
     if missing := [moment for moment in MOMENTS if moment not in folder.states]:
         what = f"{folder.path} has no {' and no '.join(missing)}: its optimizer was not Adam"
     elif other:
-        what = f"{folder.path} has {', '.join(other)} of its optimizer, which AdamW has not"
+        what = f"{folder.path} has {', '.join(other)} of its optimizer, which AdamW lacks"
     else:
         return
     raise CheckpointError(Mistake(what, works=WEIGHTS_ALONE))
@@ -135,7 +136,7 @@ def _check_tensors(
     parameters: Mapping[str, Any],
     sources: Mapping[str, tuple[MegatronTensors, Stored]],
 ) -> None:
-    """See that state is there, of the shapes of weights, and in types that mean what they say."""
+    """Check that state exists, in the shapes of the weights and in types that are understood."""
     lacking, other, types = list[str](), list[str](), list[str]()
     for parameter in parameters:
         for kind in ("master", *MOMENTS):
@@ -151,7 +152,7 @@ def _check_tensors(
     for found, what in (
         (lacking, "lacks a part of its optimizer's state"),
         (other, "has optimizer's state of another shape than the weights"),
-        (types, "has masters or moments in types that cannot be gone on from"),
+        (types, "has masters or moments in types that cannot be loaded"),
     ):
         if found:
             why = few(list(dict.fromkeys(found)), _SHOWN)
@@ -159,7 +160,7 @@ def _check_tensors(
 
 
 def _optimizers(saved: Any) -> Iterator[dict[str, Any]]:
-    """What common.pt has of each optimizer: of one, or of several that are chained by numbers."""
+    """The entries of common.pt for each optimizer: one, or several chained by number."""
     of_all = _dict(saved)
     chained = bool(of_all) and all(key.isdecimal() for key in of_all)
     yield from (_dict(each) for each in (of_all.values() if chained else (of_all,)))

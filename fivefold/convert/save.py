@@ -25,7 +25,8 @@ ReadPart = Callable[[str, tuple[slice, ...]], Tensor]
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of ours, one expert or some rows of it, that goes into a tensor of theirs."""
+    """One of our tensors, one of its experts or some of its rows, that goes into one of their
+    tensors."""
 
     name: str
     place: Stored
@@ -47,7 +48,7 @@ class _Part:
 
 
 def theirs(places: Mapping[str, Stored]) -> dict[str, list[_Part]]:
-    """Each tensor of theirs, with what of ours goes into it."""
+    """Each of their tensors, with the parts of ours that go into it."""
     parts: dict[str, list[_Part]] = {}
     for ours, place in places.items():
         for index, name in enumerate(place.names):
@@ -123,7 +124,7 @@ def _shards(sizes: Mapping[str, int], most_bytes: float) -> Iterator[list[str]]:
 
 
 def made_of(parts: list[_Part], read: ReadPart, dtype: torch.dtype) -> Tensor:
-    """A tensor of theirs, from all parts of ours.
+    """One of their tensors, made from all parts of ours.
 
     Raises:
         CheckpointError: an element is too large for the type.
@@ -141,7 +142,7 @@ def made_of(parts: list[_Part], read: ReadPart, dtype: torch.dtype) -> Tensor:
 
 
 def _rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Values in another type, in which none becomes infinite."""
+    """Values in another type; none becomes infinite."""
     rounded = values.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(values.dtype).max:
         beyond = values.isfinite() & ~rounded.isfinite()

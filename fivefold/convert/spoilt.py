@@ -1,4 +1,4 @@
-"""Which tensors hold infinities or NaN."""
+"""Finds tensors with infinities or NaN."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Converted(NamedTuple):
-    """What a conversion wrote.
+    """The result of a conversion.
 
     Attributes:
         size: bytes of its weights.

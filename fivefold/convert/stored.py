@@ -24,7 +24,7 @@ HEADS = ("lm_head.", "embed_out.")
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one tensor of ours lies, of E experts if these are kept apart.
+    """Where one of our tensors is stored; if experts are stored apart, the tensor of all E of them.
 
     Attributes:
         shape: shape of our tensor.
@@ -51,7 +51,7 @@ class Stored:
     joined: tuple[int, ...] = ()
 
     def one_of(self, name: str) -> tuple["Stored", Tensor]:
-        """Of several joined tensors there: where one holds rows of ours, and which of ours."""
+        """For one of several joined tensors there: where it holds rows of ours, and which rows."""
         assert self.rows is not None, "joined tensors have an order of rows"
         which = self.names.index(name)
         first, size = sum(self.joined[:which]), self.joined[which]
@@ -79,7 +79,7 @@ class Stored:
         return (1,) * before + tuple(shape) + (1,) * after
 
     def bare(self, theirs: Tensor) -> Tensor:
-        """A tensor there, or a part of it, without the dims around."""
+        """A tensor there, or a part of it, without the surrounding dims of size 1."""
         before, after = self.around
         return theirs.reshape(theirs.shape[before : theirs.ndim - after])
 
@@ -87,7 +87,7 @@ class Stored:
 def stored_tensors(
     files: Tensors, model: ModelConfig, *, neighbours: bool = True
 ) -> dict[str, Stored]:
-    """Every parameter of a model, router's bias and number of a layer, by our names.
+    """Every parameter of a model, every router bias and every constant of a layer, by our names.
 
     Args:
         files: how they hold tensors.
@@ -102,7 +102,7 @@ def stored_tensors(
 
 
 def _buffers(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """What is stored beside parameters: biases of routers, and what layers are multiplied by."""
+    """What is stored besides parameters: biases of routers, and factors of layers."""
     layers = {f"layers.{layer}.": layer for layer in range(model.num_layers)}
     for depth in range(model.prediction_sets):
         layers |= prediction_prefixes(model, depth)
@@ -143,7 +143,7 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: b
 
 
 def _layer_of(model: ModelConfig, name: str) -> int:
-    """The layer of a parameter; those of all predictions are alike."""
+    """The layer of a parameter; the layers of all predictions are alike."""
     layer = re.match(r"layers\.(\d+)\.", name)
     return model.num_layers if layer is None else int(layer[1])
 
@@ -224,7 +224,7 @@ def _parts(model: ModelConfig, widths: Sequence[int]) -> list[Tensor]:
 
 
 def _experts(files: Tensors, model: ModelConfig, name: str, place: Stored) -> Stored:
-    """Experts one by one, or together."""
+    """Experts stored one by one, or together."""
     if files.experts == "each":
         assert model.num_experts is not None
         names = tuple(place.names[0].replace("{e}", str(e)) for e in range(model.num_experts))
@@ -284,7 +284,7 @@ def _turned(model: ModelConfig, name: str, size: int) -> Tensor | None:
 
 
 def _of_indexer(files: Tensors, model: ModelConfig, name: str, size: int) -> Tensor | None:
-    """The same of an indexer's queries and key, of which the first features are rotary."""
+    """The same for an indexer's queries and key, whose first features are rotary."""
     if not files.index_pairs or "weights_proj." in name:
         return None
     one = torch.cat([_halves(model), torch.arange(model.rotary_dim, model.indexer.dim)])
@@ -298,7 +298,7 @@ def _halves(model: ModelConfig) -> Tensor:
 
 
 def has_predictions(files: Tensors, model: ModelConfig, names: Iterable[str]) -> bool:
-    """Whether some of these names there are of layers that predict further tokens."""
+    """Whether some of these names belong to multi-token prediction layers."""
     return any(_predicting(files, model, name)[0] >= 0 for name in names)
 
 
@@ -340,7 +340,8 @@ def _in_prediction(files: Tensors, model: ModelConfig, name: str) -> str:
 
 
 def numbers_beside(files: Tensors, names: Iterable[str]) -> dict[str, tuple[str, float]]:
-    """Numbers that are tensors there, by their names: beside which of these, and what they are."""
+    """Numbers that are stored as tensors there, by name: the tensor that each lies beside, and its
+    value."""
     return {
         name.removesuffix(beside) + ending: (name, number)
         for name in names
@@ -356,7 +357,8 @@ _MAMBA = "conv1d.", "in_proj_xbcz.", "in_proj_dt."
 
 
 def harmless(files: Tensors, model: ModelConfig, name: str) -> bool:
-    """Whether a tensor there has no effect: constants, copies, and layers that are left out."""
+    """Whether a tensor there has no effect: a constant, a copy, or part of a layer that is left
+    out."""
     tail = name.removeprefix(files.base)
     if copied(files, model, name) or tail.startswith(files.left_out):
         return True
@@ -366,7 +368,7 @@ def harmless(files: Tensors, model: ModelConfig, name: str) -> bool:
 
 
 def copied(files: Tensors, model: ModelConfig, name: str) -> str | None:
-    """The tensor there of which another one must be a copy: the embedding or head; else None."""
+    """The tensor of which another one must be a copy: the embedding or head; else None."""
     embedding, head = (
         their_name(files, model, f"{of}.weight") for of in ("embed_tokens", "lm_head")
     )
@@ -381,8 +383,8 @@ def copied(files: Tensors, model: ModelConfig, name: str) -> str | None:
 
 
 def _predicting(files: Tensors, model: ModelConfig, name: str) -> tuple[int, str]:
-    """Of a tensor in a layer that predicts further tokens: how many predictions are before, and its
-    name there; else -1."""
+    """For a tensor of a multi-token prediction layer: how many predictions precede it, and its name
+    there; else -1."""
     tail = name.removeprefix(files.further or files.base)
     layer = re.fullmatch(r"layers\.(\d+)\.(.*)", tail)
     if layer is None or not name.startswith(files.further):

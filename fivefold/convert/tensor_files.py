@@ -45,7 +45,7 @@ class TensorFiles:
         return part
 
     def slice(self, name: str) -> Any:
-        """safetensors' view of a tensor, of which nothing is read yet."""
+        """safetensors' view of a tensor, before anything is read."""
         from safetensors import safe_open
 
         file = self.files[name]

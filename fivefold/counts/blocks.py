@@ -21,7 +21,7 @@ from fivefold.model.eight_bit.rules import in_eight_bits
 
 @dataclass(frozen=True)
 class GatheredBlock:
-    """Parameters that are gathered together, or its experts apart from the rest.
+    """Parameters that are gathered together; a layer's experts may be a separate block.
 
     A block is a layer, a further prediction (its layers with norms and projection; all predictions
     if they have the same weights), or the ends of the model in a stage.
@@ -44,7 +44,7 @@ class GatheredBlock:
 
     @cached_property
     def matrices(self) -> "GatheredBlock":
-        """Its matrices, which are those of layers unless it is of the ends."""
+        """The block's matrices of layers; none if it is of the ends."""
         dense = [shape for shape in self.dense if len(shape) == 2 and not self.ends]
         experts = [shape for shape in self.experts if len(shape) == 3]
         return replace(self, dense=tuple(dense), experts=tuple(experts))
@@ -61,11 +61,11 @@ class GatheredBlock:
 
     @property
     def last(self) -> int:
-        """Elements of its last parameter."""
+        """Elements of the block's last parameter."""
         return prod([*self.dense, *self.experts][-1]) if self.size else 0
 
     def converted(self, narrow: float, wide: float) -> float:
-        """Most bytes of its gradients while one after the other is converted from `narrow` to
+        """Most bytes of the block's gradients while they are converted one by one from `narrow` to
         `wide` bytes."""
         most, before = 0.0, 0
         for each in map(prod, (*self.dense, *self.experts)):
@@ -74,7 +74,8 @@ class GatheredBlock:
         return max(most, narrow * self.size)
 
     def parts(self, policy: StatePolicy) -> tuple["GatheredBlock", "GatheredBlock"]:
-        """What of it is gathered together, in the order of a backward: experts, and the rest."""
+        """The parts of the block that are gathered together, in the order of a backward: experts,
+        then the rest."""
         return self._apart if policy.experts_apart else self._together
 
     @cached_property
@@ -88,7 +89,7 @@ class GatheredBlock:
         return replace(self, dense=(), experts=(), narrow=(0, 0)), self
 
     def copied(self, policy: StatePolicy) -> float:
-        """Bytes of a copy of one block to compute with."""
+        """Bytes of a gathered copy of one block."""
         return self.size * policy.copy - sum(self.narrow) * (policy.copy - policy.narrow_copy)
 
 
@@ -106,8 +107,8 @@ def stage_blocks(
 
 
 def layer_block(layout: Layout, layer: int, *, trained: bool = False) -> GatheredBlock:
-    """The block of one layer; that of all layers of a further prediction, or of several with the
-    same weights, is its first one's."""
+    """The block of one layer; all layers of a further prediction (or of several with shared
+    weights) belong to the block of its first layer."""
     model = layout.config.model
     degrees = (layout.grid.tp, layout.grid.ep, layout.grid.etp)
     if layer < model.num_layers:
@@ -126,7 +127,7 @@ def _blocks(
     trained: bool,
     whole_embedding: bool,
 ) -> tuple[GatheredBlock, ...]:
-    """As `stage_blocks` has it, from what of a layout they depend on: a search asks for few."""
+    """`stage_blocks`, cached by the few properties of a layout on which they depend."""
     around = replace(parts, layers=())
     whole = EMBEDDING if whole_embedding and model.untie_embeddings_and_output_weights else ""
     ends = _block(model, degrees, around, trained, leaves_out="mtp.", whole=whole)

@@ -44,7 +44,7 @@ def describe(layout: Layout) -> list[Row]:
 
 
 def moved_and_kept(layout: Layout) -> list[Row]:
-    """Bytes that a rank sends in a step over each axis, and what each kind of layer keeps."""
+    """Bytes that a rank sends in a step over each axis, and bytes that each kind of layer keeps."""
     return [*_sent(layout), *_kept(layout)]
 
 
@@ -101,8 +101,7 @@ def _batch(layout: Layout) -> list[Row]:
 
 
 def _rotary(config: Config) -> Iterator[Row]:
-    """What the length of sequences says: which of LongRoPE's two lists divides frequencies, and the
-    base of dynamic NTK."""
+    """What `seq_length` decides: which of LongRoPE's lists is used, and the base of dynamic NTK."""
     model, length = config.model, config.training.seq_length
     if model.rope_type == "dynamic":
         base, sign = base_at(model, length), ">" if is_long(model, length) else "<="
@@ -116,7 +115,7 @@ def _rotary(config: Config) -> Iterator[Row]:
 
 
 def _growing_batch(training: TrainingConfig) -> Iterator[Row]:
-    """From which batch on, and by when it is whole."""
+    """The initial batch size, and the samples over which it grows to the whole batch."""
     if before := training.batch_sizes.smaller_steps:
         start, increment, samples = training.rampup_batch_size
         why = f"from {start:,} by {increment:,} at a time, over {samples:,} samples"
@@ -183,7 +182,7 @@ def _layers(model: ModelConfig) -> str:
 
 
 def _with(kind: LayerKind) -> str:
-    """What tells a kind of layer from others of the model."""
+    """The property that distinguishes a kind of layer from others of the model."""
     wide = " in bf16" * kind.wide
     if kind.mixer is not None:
         return f" with {_MIXERS[kind.mixer]}{wide}"
@@ -243,7 +242,7 @@ def _memory(layout: Layout) -> list[Row]:
 
 
 def _off_device(layout: Layout, states: Sequence[ModelState]) -> Iterator[Row]:
-    """What the pipeline rank with most has in host memory and on a disk."""
+    """State in host memory and on a disk, of the pipeline rank with the most."""
     weights = "weights, " if layout.config.memory.param_cpu_offload else ""
     what, host = f"offloaded {weights}masters and moments", max(state.host for state in states)
     disk = max(state.disk for state in states)
@@ -255,7 +254,7 @@ def _off_device(layout: Layout, states: Sequence[ModelState]) -> Iterator[Row]:
 
 
 def _sent(layout: Layout) -> list[Row]:
-    """Bytes by axis as an audit counts them, of the pipeline rank that sends most."""
+    """Bytes by axis, as in an audit, of the pipeline rank that sends the most."""
     grid = layout.grid
     each = [step_volumes(layout, rank * grid.ranks_per_stage) for rank in range(grid.pp)]
     axes = dict.fromkeys(flow.axis for flows in each for flow in flows if flow.axis != "world")
@@ -272,7 +271,7 @@ def _sent(layout: Layout) -> list[Row]:
 
 
 def _kept(layout: Layout) -> list[Row]:
-    """Bytes that a layer of each kind keeps of a microbatch for its backward."""
+    """Bytes per microbatch that a layer of each kind keeps for its backward."""
     config = layout.config
     model, running, tokens = config.model, Running.of(config), config.rank_tokens
     first = {layer_kind(model, layer): layer for layer in reversed(range(model.num_layers))}
@@ -300,7 +299,7 @@ def _summed(parts: Mapping[str, float]) -> str:
 
 
 def _recomputed(layout: Layout) -> list[Row]:
-    """Layers that stages recompute, and forwards repeated because of recompute_in_flight_limit."""
+    """Recomputed layers of stages, and forwards repeated because of recompute_in_flight_limit."""
     again, memory, rows = layout.recomputed(), layout.config.memory, list[Row]()
     if memory.recomputes_first_layers:
         numbers = memory.recompute_num_layers

@@ -58,12 +58,12 @@ class _Trips:
 
     @property
     def there(self) -> int:
-        """Number of exchanges of rows or their gradients per microbatch."""
+        """Number of dispatches of rows, or of their gradients, per microbatch."""
         return self.forwards + self.backwards
 
     @property
     def home(self) -> int:
-        """Number of exchanges of results or their gradients per microbatch."""
+        """Number of returns of results, or of their gradients, per microbatch."""
         return self.returns + self.backwards
 
 
@@ -86,7 +86,7 @@ def _forwards(layout: Layout, stage: int) -> dict[int, tuple[int, int]]:
 
 
 class _ExpertFlows:
-    """The numbers that the formulas share.
+    """Numbers that the formulas of one rank share.
 
     Attributes:
         microbatches: number of microbatches of a rank per step.
@@ -162,8 +162,8 @@ class _ExpertFlows:
         yield from self._told("etp", others * parts * self._experts // self._grid.ep, trips)
 
     def _weighed(self, trips: _Trips) -> int:
-        """Number of exchanges of weights' gradients per microbatch: none where rows were multiplied
-        before they travelled."""
+        """Number of exchanges of weights' gradients per microbatch: none if rows are multiplied by
+        weights before dispatch."""
         return 0 if self._model.moe_apply_probs_on_input else trips.backwards
 
     def _told(self, axis: str, counts: int, trips: _Trips) -> Iterator[Flow]:

@@ -1,4 +1,4 @@
-"""How often the rows of a weight with its adapter are measured (DoRA), and what that takes."""
+"""Cost of DoRA's row lengths: how often the rows of a weight with its adapter are measured."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from fivefold.layout import Layout
 
 
 def length_products(layout: Layout, layer: int, remade: Remade) -> tuple[float, float]:
-    """Multiplications of lengths per token of a step, and of one forward.
+    """Multiplications for row lengths per token, in a step and in one forward.
 
     These are of A with the rows of the weight, with itself and with B.
 

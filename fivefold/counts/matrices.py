@@ -1,4 +1,4 @@
-"""Which rank orthogonalises which matrix of the layers, and what is sent for it; torch-free.
+"""Which rank orthogonalises which matrix (Muon), and the bytes that this sends; torch-free.
 
 Muon needs each matrix whole. Where several ranks hold the parts of one (tensor parallelism, ZeRO),
 the matrices are dealt out among them: each is put together on one rank and goes back in parts.
@@ -49,7 +49,7 @@ class Matrix:
         )
 
     def box(self, rank: int) -> Box:
-        """What a rank holds: tensor parallelism splits first, and FSDP2 what it leaves."""
+        """Shape of a rank's part: tensor parallelism splits first, then FSDP2."""
         shard, part = divmod(rank, self.parts)
         found, sharded = [], shard_dim(self.part, self.shards)
         for axis, size in enumerate(self.part):
@@ -61,11 +61,11 @@ class Matrix:
         return tuple(found)
 
     def size(self, rank: int) -> int:
-        """Elements that a rank holds."""
+        """Elements of a rank's part."""
         return prod(part.stop - part.start for part in self.box(rank))
 
     def sends(self, rank: int) -> bool:
-        """Whether a rank's part is needed for the whole: of ranks with the same, the first's is."""
+        """Whether a rank sends its part: of ranks with the same part only the first does."""
         return self.split_dim is not None or rank % self.parts == 0
 
     @property
@@ -84,7 +84,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class MatrixDeal:
-    """Matrices in rounds, each with the rank that puts it together.
+    """Matrices in rounds, each assigned to the rank that orthogonalises it.
 
     Attributes:
         ranks: ranks of the group.
@@ -96,7 +96,8 @@ class MatrixDeal:
 
     @classmethod
     def of(cls, matrices: Iterable[Matrix], ranks: int) -> "MatrixDeal":
-        """Deal out the matrices that are split, those with most work first, to whom has least.
+        """Assign the split matrices, those with the most work first, each to the rank with the
+        least work so far.
 
         A round ends where the next matrix would be more than `ROUND` elements for each rank.
         """
@@ -115,20 +116,20 @@ class MatrixDeal:
         return cls(ranks, tuple(map(tuple, rounds)))
 
     def gathered(self, rank: int) -> int:
-        """Elements that a rank sends in a step: its parts of what others put together."""
+        """Elements that a rank sends in a step: its parts of matrices assigned to other ranks."""
         every = (each for dealt in self.rounds for each in dealt)
         return sum(m.size(rank) * m.sends(rank) for m, owner in every if owner != rank)
 
     def returned(self, rank: int) -> int:
-        """Elements that it sends back: the others' parts of what it has put together."""
+        """Elements that a rank sends back: the other ranks' parts of its own matrices."""
         own = (m for dealt in self.rounds for m, owner in dealt if owner == rank)
         copies = ((m, m.parts if m.split_dim is None else 1) for m in own)
         return sum(each * prod(m.shape) - m.size(rank) for m, each in copies)
 
 
 def parts_and_shards(layout: Layout) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Ranks that split a matrix, and ranks that share what this leaves: of dense matrices, and of
-    those of experts."""
+    """Numbers of ranks that split a matrix (tensor parallelism) and that shard the parts, for dense
+    matrices and for experts'."""
     grid = layout.grid
     return (grid.tp, num_shards(layout)), (grid.etp, num_expert_shards(layout))
 
@@ -136,7 +137,7 @@ def parts_and_shards(layout: Layout) -> tuple[tuple[int, int], tuple[int, int]]:
 def layer_matrices(
     layout: Layout, records: Iterable[ParameterRecord]
 ) -> dict[bool, tuple[int, list[Matrix]]]:
-    """A rank's matrices that Muon updates: those of experts under True, all others under False.
+    """A rank's matrices that Muon updates: experts' under True, all others under False.
 
     Each with the number of ranks that hold their parts.
     """

@@ -120,8 +120,7 @@ def delayed_layers(
 
 
 def tied_ranks(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Sets of pipeline ranks that sum the gradients of their copies of the embedding; only sets of
-    several ranks.
+    """Sets of (several) pipeline ranks that sum the gradients of their copies of the embedding.
 
     With two copies of the model, a rank and its mirror hold the same parameters; one of them is in
     the first set, the other in the second.
@@ -177,7 +176,8 @@ class _MeshPlace:
 
 
 def _further_sums(layout: Layout, weight: Weight, tied: bool) -> Iterator[str]:
-    """Groups that follow the data group in `sums`; `tied`: whether it has copies."""
+    """Names of the groups that follow the data group in `sums`; `tied`: whether the parameter has
+    copies."""
     if not weight.trained:
         return
     tp, sequence = layout.grid.tp, layout.config.parallel.sequence_parallel

@@ -101,8 +101,8 @@ class StatePolicy:
         return bool(self.reducing) or self.reduces_whole
 
     def masters(self, here: float, away: float, frozen: float) -> float:
-        """Bytes on the device of weights: of so many trained parameters whose state is `here`, of
-        others whose state is `away`, in whose place narrower ones may lie, and of `frozen` ones."""
+        """Bytes of weights on the device: of `here` trained parameters with state on the device,
+        `away` with state elsewhere (perhaps narrower), and `frozen` ones."""
         return here * self.master + (frozen + (0 if self.away else away)) * self.compute
 
 
@@ -182,7 +182,7 @@ def layout_policy(layout: Layout) -> StatePolicy:
 
 
 def alone_in_step(config: Config, policy: StatePolicy) -> StatePolicy:
-    """The same of a step with one backward, unless gradients wait in it, or stay in messages."""
+    """The policy for a step with one backward, unless its gradients wait or stay in messages."""
     if not policy.copy or not (policy.splits_gradient or config.parallel.overlap_grad_reduce):
         return policy
     leaves = policy.offloaded and policy.splits_optimizer  # as they are reduced

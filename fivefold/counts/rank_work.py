@@ -57,10 +57,9 @@ def kept_activations(
     running = replace(Running.of(config), memory=memory, adds_expert_bias=etp == 0)
     tokens = config.rank_tokens
     saved = []
+    routed = {} if rows is None or running.routed is not None else rows.first
     for place, layer in placed_layers(model, parts):
-        known = running
-        if rows is not None and layer in rows.first and running.routed is None:
-            known = replace(running, routed=rows.first[layer])
+        known = replace(running, routed=routed.get(layer, running.routed))
         saved.append(total(saved_activations(model, layer, known, position=place)))
     saved.append(total(prediction_bytes(model, parts, running)))
     saved.append(total(entry_bytes(model, parts, running)))
@@ -78,7 +77,7 @@ def kept_activations(
             del loss["final_norm"]
         saved.append(total(loss))
     smoothed = config.training.label_smoothing > 0
-    small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
+    small = bookkeeping_bytes(model, parts, running, routed, smoothed=smoothed)
     layers = dict(remade_layers(layout, stage))
     copies = sum(
         _copies(layout, layer, running, packed=packed, on_gpu=on_gpu)
@@ -97,7 +96,7 @@ def kept_activations(
 
 
 def _dropout_places(layout: Layout, layers: Mapping[int, Remade]) -> int:
-    """Places of layers that drop features, each of which keeps the key of its mask."""
+    """Number of layers' dropouts that keep the key of their mask."""
     model = layout.config.model
     holding = {layer for layer, remade in layers.items() if not remade.whole}
     mixers = 2 if model.hybrid_override_pattern is None else 1
@@ -110,13 +109,13 @@ def _dropout_places(layout: Layout, layers: Mapping[int, Remade]) -> int:
 
 
 def _adapters(layout: Layout, layer: int) -> int:
-    """Linear layers of a layer that have adapters."""
+    """Number of linear layers with adapters in a layer."""
     weights = layer_weights(layout.config.model, layer)
     return sum(name.endswith("lora_A.weight") for name in weights)
 
 
 def _asks_for_indices(model: ModelConfig, layer: int, remade: Remade) -> bool:
-    """Whether the backward of a layer recomputes what may ask for the indices of its tokens."""
+    """Whether the recomputation of a layer needs the indices of its tokens."""
     mlp = ("moe", "a2a_overlap_post_attn") if layer_kind(model, layer).experts else ("mlp",)
     return remade.whole or not {"a2a_overlap_attn", *mlp}.isdisjoint(remade.modules)
 
@@ -147,7 +146,7 @@ def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, on_gp
 
 
 def _is_moved(layout: Layout, model: ModelConfig) -> bool:
-    """Whether outputs of attention are offloaded with it: then they count there."""
+    """Whether attention's outputs are offloaded with it, and so are counted there."""
     config, memory = layout.config, layout.config.memory
     features = model.attention_size / layout.grid.tp
     size = ELEMENT_BYTES[config.training.precision] * features * config.rank_tokens

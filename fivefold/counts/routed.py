@@ -1,10 +1,11 @@
 """Rows dispatched to experts in a step, from the measured choices of all ranks.
 
-Shapes: T tokens of a rank, K experts per token, P expert-parallel ranks.
+Shapes: T tokens of a rank, K experts per token, P expert-parallel ranks, E experts of the layer.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import add
 
 from fivefold.description.expert_rows import LayerRows
 from fivefold.layout import Layout
@@ -18,10 +19,22 @@ class Choices:
     Attributes:
         rows: number of choices without dropped ones, [P].
         tokens: number of tokens with at least one choice there, [P].
+        experts: number of these choices by expert, [E]; empty in records that do not know.
     """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
+    experts: tuple[int, ...] = ()
+
+    def plus(self, other: "Choices") -> "Choices":
+        """These and those of another forward of the layer."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Choices(*(tuple(map(add, *pair)) for pair in pairs))
+
+    def of(self, place: int) -> tuple[int, ...]:
+        """The choices of each expert of one of these ranks."""
+        here = len(self.experts) // len(self.rows)
+        return self.experts[place * here : (place + 1) * here]
 
 
 LayerChoices = Mapping[int, Choices]
@@ -90,5 +103,6 @@ def _layer_rows(layout: Layout, rank: int, every: Sequence[LayerChoices]) -> dic
             stayed=moved[rank][place],
             computed=sum(chosen[peer].rows[place] for peer in peers),
             joined=sum(chosen[peer].rows[place] for peer in senders),
+            by_expert=tuple(map(sum, zip(*(of.of(place) for of in chosen.values()), strict=True))),
         )
     return found

@@ -1,4 +1,4 @@
-"""What part of the optimizer state data-parallel ranks share, and which of it each keeps."""
+"""The data-parallel shards of the optimizer state: who shares it, and what each rank holds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class ShardPlace:
 
     @classmethod
     def first(cls, layout: Layout) -> "ShardPlace":
-        """The place of the first rank, which keeps most."""
+        """The place of the first rank, which holds the most."""
         return cls(shards=num_shards(layout), expert_shards=num_expert_shards(layout))
 
     def part(self, shape: tuple[int, ...], *, experts: bool) -> int:
@@ -81,11 +81,11 @@ class ShardPlace:
         return _elements(self, block)
 
     def largest(self, block: GatheredBlock) -> int:
-        """Elements that the rank keeps of the parameter of which it keeps most."""
+        """Elements of the rank's shard of the parameter of which it holds most."""
         return max((size for _, size in self.parts(block)), default=0)
 
 
 @lru_cache(maxsize=4096)
 def _elements(at: ShardPlace, block: GatheredBlock) -> int:
-    """As `ShardPlace.held` has it: a search asks often, and for few."""
+    """`ShardPlace.held`, cached, since a search needs it often for few blocks."""
     return sum(size for _, size in at.parts(block))

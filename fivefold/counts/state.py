@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer state per rank; all who count state use these."""
+"""Bytes of weights, gradients and optimizer state per rank, for all modules that count state."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -135,7 +135,7 @@ def model_state(
 
 
 def gathered_bytes(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
-    """Bytes of the copies that are gathered at once while a stage computes.
+    """Bytes of the gathered copies that exist at once while a stage computes.
 
     What is gathered beside a layer are other layers, without experts that are gathered apart.
     """
@@ -156,7 +156,7 @@ def stage_gradients(layout: Layout, stage: StageParts, policy: StatePolicy) -> f
 
 
 def stage_narrow(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
-    """Bytes of a stage's weights in 8 bits that microbatches share, for one of the two products."""
+    """Bytes of a stage's 8-bit weights that microbatches share, for one of the two products."""
     return policy.step_weight * sum(
         block.count * sum(block.narrow) for block in stage_blocks(layout, stage)
     )
@@ -182,7 +182,7 @@ class _OffDevice:
 def _off_device(
     at: ShardPlace, blocks: Collection[GatheredBlock], policy: StatePolicy, elements: int
 ) -> _OffDevice:
-    """What is off the device of so many elements, those of some blocks."""
+    """Bytes off the device for this many elements of these blocks."""
     each = policy.master + policy.moments
     beyond = sum(_beyond_of_block(at, block, policy) for block in blocks)
     number, capacity = update_rooms(elements)
@@ -192,7 +192,7 @@ def _off_device(
 
 
 def _delayed_scales(training: TrainingConfig, linears: int) -> int:
-    """Bytes of the delayed scales of so many 8-bit linear layers."""
+    """Bytes of the delayed scales of this many 8-bit linear layers."""
     return OPERANDS * linears * delayed_bytes(training) if training.delays_scales else 0
 
 
@@ -209,7 +209,8 @@ def _away(layout: Layout, pp_rank: int, policy: StatePolicy) -> tuple[float, flo
 
 
 def _second_copy(layout: Layout, block: GatheredBlock, policy: StatePolicy) -> float:
-    """Bytes of a rank's part of what its node keeps of a gathered block, as it was sent (hpZ)."""
+    """Bytes of a rank's part of its node's second copy of a gathered block, in the type in which it
+    was sent (hpZ)."""
     rounded, gathers_8_bits = policy.unpacking > 0, layout.config.training.fp8_param_gather
     narrow = block.narrow if gathers_8_bits else (0, 0)
     each = zip((block.dense, block.experts), narrow, layout.node_sizes, strict=True)
@@ -221,8 +222,8 @@ def _second_copy(layout: Layout, block: GatheredBlock, policy: StatePolicy) -> f
 
 
 def _beyond_of_block(at: ShardPlace, block: GatheredBlock, policy: StatePolicy) -> float:
-    """Bytes of a block's moments that are more than `policy.moments` says: of some in 8 bits, and
-    with Muon the second ones."""
+    """Bytes of a block's moments in addition to `policy.moments`: scales of 8-bit moments, and with
+    Muon second moments."""
     if policy.muon:
         return policy.wide * (at.held(block) - at.held(block.matrices))
     return sum(beyond(shape, size, policy) for shape, size in at.parts(block))
@@ -231,7 +232,7 @@ def _beyond_of_block(at: ShardPlace, block: GatheredBlock, policy: StatePolicy) 
 def _beyond_of_room(
     at: ShardPlace, blocks: Collection[GatheredBlock], policy: StatePolicy, elements: int
 ) -> float:
-    """The same of a room through which the state of some blocks passes."""
+    """The same for a buffer through which the state of some blocks passes."""
     if not (blocks and policy.eight_bit):
         return 0.0
     pairs = [part for block in blocks for part in at.parts(block)]
@@ -243,7 +244,7 @@ def _beyond_of_room(
 
 
 def beyond(shape: tuple[int, ...], size: int, policy: StatePolicy) -> float:
-    """Bytes of moments in 8 bits, of `size` elements of a parameter, more than `policy` says.
+    """Bytes of a parameter's moments in addition to `policy.moments`, for `size` of its elements.
 
     A row that ends within a block has a scale for the rest, and vectors keep their type.
     """
@@ -254,13 +255,13 @@ def beyond(shape: tuple[int, ...], size: int, policy: StatePolicy) -> float:
 
 
 def _moment_scales(shape: tuple[int, ...], size: int) -> int:
-    """Scales of a moment in 8 bits, of rows of `size` elements of a parameter of this shape."""
+    """Number of scales of an 8-bit moment, for `size` elements of a parameter of this shape."""
     return size // shape[-1] * -(-shape[-1] // BLOCK) if len(shape) > 1 else 0
 
 
 def partial_sums(layout: Layout, block: GatheredBlock) -> GatheredBlock:
-    """What of a block has sums of gradients over microbatches that wait on the device for those of
-    replicas, of which experts may have more."""
+    """Elements of a block whose gradients are summed over microbatches on the device while they
+    wait for those of replicas."""
     grid, several = layout.grid, layout.num_microbatches > 1
     return replace(
         block,

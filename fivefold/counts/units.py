@@ -20,7 +20,7 @@ def unit_of(name: str) -> str:
 
 
 def units_on_host(layout: Layout, pp_rank: int) -> dict[tuple[int, str], GatheredBlock]:
-    """What of a rank's state is in host memory, by stage and unit.
+    """The units of a rank's state that are in host memory, by stage.
 
     Whole layers, the last ones first, since their gradients come first, and the ends of the stages
     after all of them, until the share is at least `optimizer_offload_fraction`.
@@ -43,7 +43,7 @@ def units_on_host(layout: Layout, pp_rank: int) -> dict[tuple[int, str], Gathere
 
 
 def _stage_units(layout: Layout, stage: StageParts) -> Iterator[tuple[str, GatheredBlock]]:
-    """The blocks of a stage one by one, by the start of their names, last layers first."""
+    """The blocks of a stage by name prefix, last layers first."""
     ends, *blocks = stage_blocks(layout, stage)
     model = layout.config.model
     if stage.mtp:

@@ -59,7 +59,7 @@ def by_axis(flows: tuple[Flow, ...]) -> dict[str, float]:
 
 
 class _Volumes:
-    """The formulas, and the numbers they share, for one rank."""
+    """The formulas for one rank, and the numbers that they share."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
         config, grid = layout.config, layout.grid
@@ -127,14 +127,15 @@ class _Volumes:
         yield Flow("tp", "gradients of replicated parameters", size)
 
     def _lengths(self, stage: int) -> float:
-        """Bytes of sums that complete the lengths of rows, in a stage of the program."""
+        """Bytes of the sums of row lengths (DoRA), in a stage of the program."""
         each = (summed_lengths(self.layout, *layer) for layer in remade_layers(self.layout, stage))
         forward, again = (sum(numbers) for numbers in zip((0, 0), *each, strict=True))
         runs = (self.microbatches + self.recomputed[stage]) * forward + self.microbatches * again
         return self.slices * wire_bytes("all_reduce", runs * max(self.element, 4), self.tp)
 
     def _norms_together(self, stage: int) -> float:
-        """Bytes of two numbers a token, of queries and of keys, in forwards and backwards."""
+        """Bytes of the sums for norms over all heads: two numbers per token, of queries and of
+        keys."""
         runs = 0
         for layer, remade in remade_layers(self.layout, stage):
             if not self.model.is_softmax(layer):
@@ -145,7 +146,7 @@ class _Volumes:
         return wire_bytes("all_reduce", size, self.tp)
 
     def _looked_at(self, stage: int) -> float:
-        """Bytes with which the losses of indexers are told."""
+        """Bytes with which ranks compute the indexers' losses."""
         if not self.model.trains_indexer:
             return 0.0
         cores = (self._layer(n).one(SparseAttention) for n, _ in self._layers_of(stage))
@@ -155,7 +156,7 @@ class _Volumes:
         return wire_bytes("all_reduce", numbers * max(self.element, 4), self.tp)
 
     def _layers_of(self, stage: int) -> Iterator[tuple[int, Running]]:
-        """The layers of a stage of the program, and how each runs."""
+        """The layers of a stage of the program, and how each is run."""
         running = replace(self.running, memory=self.layout.memory_of(stage))
         for place, layer in placed_layers(self.model, self.stages[stage]):
             yield layer, at_place(running, place)
@@ -264,8 +265,8 @@ class _Volumes:
                 yield Flow("cp", "keys, values and heads", sent)
 
     def _states(self, layer: int, twice: int, again: bool) -> Flow:
-        """What states are told, exchanged for heads, and what it makes, for tokens; both
-        once more in the backward, and where the layer is made `again`."""
+        """Bytes of exchanging tokens for heads before a layer's states, and back after them; both
+        again in the backward, and if the layer is recomputed."""
         features = self._layer(layer).one(Recurrence).read_features + self.model.states.size
         size = self.tokens * features / self.tp * self.element
         runs = self.microbatches * (2 + again) + twice
@@ -276,7 +277,8 @@ class _Volumes:
         )
 
     def _remade_attention(self, stage: int) -> tuple[set[int], set[int]]:
-        """Layers whose attention is recomputed with the whole layer, and those where alone."""
+        """Layers whose attention is recomputed with the whole layer, and layers where only
+        attention is."""
         remade = dict(remade_layers(self.layout, stage))
         alone = {layer for layer, each in remade.items() if "core_attn" in each.modules}
         around = "a2a_overlap_attn"
@@ -357,7 +359,7 @@ class _Volumes:
         return forward, backward - narrow * (1 - how.input_bytes / self.element)
 
     def _held(self, group: str) -> int:
-        """Elements of this rank's shards of the parameters whose gradients a group sums."""
+        """Elements of this rank's shards of parameters whose gradients a group sums."""
         return sum(
             self.place.part(record.shape, experts=record.experts)
             for record in self.records

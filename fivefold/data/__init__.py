@@ -1,1 +1,2 @@
-"""Turns text into tokens and batches: corpora, tokenizers, Megatron-LM files, packing, loader."""
+"""Turns text into tokens and batches: corpora, tokenizers, Megatron-LM files, packing, the
+loader."""

@@ -128,8 +128,8 @@ def _ends_words_at_lines(step: dict[str, Any]) -> bool:
 
 
 def _stays_on_a_side(token: "AddedToken", normal: Set[str]) -> bool:
-    """Whether an added token is never found across a border, and its matching never depends on
-    the other side of one."""
+    """Whether an added token is never found across a border, and its match never depends on text
+    beyond it."""
     content: str = token.content
     as_it_is = not (token.normalized and normal)  # both the token and the text it is sought in
     return (

@@ -1,4 +1,4 @@
-"""Files of the data cache: made by one of several processes, opened by all."""
+"""Files of the data cache: created by one of several processes, opened by all."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from fivefold.once import once
 
 
 def open_cached(prefix: str, *others: str) -> IndexedTokens:
-    """Tokens in the cache; `others` have to be removed, too, for them to be made again."""
+    """Tokens in the cache; to recreate them, `others` have to be removed as well."""
     paths = [*others, *(f"{prefix}{end}" for end in (".bin", ".idx", CHECKSUMS))]
     with cached(*paths):
         return IndexedTokens(prefix, _remedy(*paths))
@@ -29,14 +29,14 @@ def cached(*paths: str) -> Iterator[None]:
 
 
 def _remedy(*paths: str) -> Mistake:
-    """What is to be said after what is wrong with cached files."""
-    why = "it is in the cache, and is made again when it is not there"
+    """Advice that follows an error in cached files."""
+    why = "it is in the cache, and is made again once it is removed"
     return Mistake("", (why,), attempt=f"rm -rf {shlex.join(paths)}")
 
 
 @contextmanager
 def prepared_once(path: str, tell: Callable[[str], None]) -> Iterator[bool]:
-    """As `once`, for a file of the data cache: tell of waiting, and of a cache without room."""
+    """`once` for a file of the data cache; reports waiting, and a full disk."""
     waiting = "waiting for another process that prepares the same data"
     try:
         with once(path, lambda: tell(waiting)) as missing:

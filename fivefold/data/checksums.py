@@ -19,7 +19,7 @@ NO_REMEDY = Mistake("")
 
 
 class CheckedTokens:
-    """Tokens of a file, of which slices are taken as of an array.
+    """Tokens of a file; slicing works as for an array, and checks the blocks it reads.
 
     Args:
         tokens: all tokens, memory-mapped.
@@ -78,13 +78,13 @@ class CheckedTokens:
 
 
 class TokenArray(Protocol):
-    """Tokens in order, of which slices are arrays."""
+    """A sequence of tokens whose slices are arrays."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of tokens."""
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Some of them."""
+        """A slice of the tokens."""
 
 
 def write_checksums(path: Path, tokens: Path, index: Path) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 from fivefold.data.corpus import records
 from fivefold.data.paths import JSON_SUFFIXES, TABLE_SUFFIXES, kind
 from fivefold.data.template import BEGIN, END, ChatTemplate, Message, Span
-from fivefold.errors import DataError, Mistake, did_you_mean
-from fivefold.files import json_kind, parse_json
+from fivefold.errors import DataError, Mistake, did_you_mean, json_kind
+from fivefold.files import parse_json
 
 _FORMS = "messages | conversations | prompt and completion"
 _KEYS = frozenset({"messages", "conversations", "prompt", "completion", "tools", "system"})
@@ -39,7 +39,7 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, of which those of the assistant are learnt.
+    """Messages; the model learns those of the assistant.
 
     Attributes:
         messages: each with a role.
@@ -55,13 +55,13 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """The places of the messages that are learnt."""
+        """Indices of the messages that are learnt."""
         every = enumerate(self.messages)
         return [at for at, each in every if at >= self.given and each["role"] == "assistant"]
 
 
 def check_conversations(files: Iterable[Path]) -> None:
-    """Raise DataError unless every file can hold conversations, by its name."""
+    """Raise DataError if a file's name shows that it cannot hold conversations."""
     for file in files:
         if kind(file) not in _SUFFIXES:
             what = f"{file} cannot hold conversations, which --sft trains on"
@@ -120,7 +120,7 @@ def documents(talk: Conversation, template: ChatTemplate) -> Iterator[tuple[str,
 
 
 def conversation(record: Mapping[str, Any], place: str) -> Conversation:
-    """A record of any of the forms.
+    """Parse a record of any of the forms.
 
     Raises:
         DataError: it is of none, or has nothing to learn.
@@ -157,7 +157,7 @@ def conversation(record: Mapping[str, Any], place: str) -> Conversation:
 
 
 def _messages(value: Any, place: str, key: str, role: str | None = None) -> list[dict[str, Any]]:
-    """Messages of a list, or where `role` says whose it is, of a text."""
+    """Messages from a list, or from a text whose author is `role`."""
     if role is not None and isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
@@ -174,14 +174,14 @@ def _message(each: Any, where: str) -> dict[str, Any]:
         speaker = message.pop("from")
         if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             near = did_you_mean(str(speaker), _SPEAKERS)
-            what = f"{where} is from {speaker!r}, which is nobody known{near}"
+            what = f"{where} is from {speaker!r}, an unknown role{near}"
             raise DataError(Mistake(what, (f"known: {', '.join(_SPEAKERS)}",)))
         message = {"role": _SPEAKERS[speaker], "content": message.pop("value", None), **message}
     if not isinstance(message.get("role"), str):
         raise DataError(f"{where} has no role; its keys are {', '.join(message) or 'none'}")
     if message.get("weight", 1) != 1:
         what = f"{where} has a weight of {message['weight']}: every answer is learnt alike"
-        why = "what works: prompt and completion, of which the completion alone is learnt"
+        why = "what works: prompt and completion: only the completion is learnt"
         raise DataError(Mistake(what, (why,)))
     content = message.get("content")
     if not isinstance(content, str | list) and not message.get("tool_calls"):

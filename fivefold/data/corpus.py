@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.data.borders import last_border
 from fivefold.data.paths import COMPRESSED, JSON_SUFFIXES, TABLE_SUFFIXES, kind
-from fivefold.errors import DataError, Mistake, did_you_mean
-from fivefold.files import json_kind, parse_json
+from fivefold.errors import DataError, Mistake, did_you_mean, json_kind
+from fivefold.files import parse_json
 
 if TYPE_CHECKING:
     from pyarrow import DataType, RecordBatch, Schema
@@ -77,7 +77,7 @@ def _decode(data: bytes, path: Path, offset: int, place: str = "") -> str:
         copy = path.with_suffix(f".utf8{path.suffix}")
         what = f"{path}{place} is not UTF-8: byte {offset + error.start} is "
         what += f"0x{data[error.start]:02x} ({error.reason})"
-        why = f"if it is {coding}, a copy that works is made by"
+        why = f"if it is {coding}, this makes a copy that works:"
         made = f"iconv -f {coding} -t utf-8 -o {shlex.join([str(copy), str(path)])}"
         raise DataError(Mistake(what, (why,), attempt=made)) from error
 
@@ -121,10 +121,10 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def _open_lines(path: Path) -> Iterator[Iterable[bytes]]:
-    """The lines of a file that may be compressed."""
+    """The lines of a file, which may be compressed."""
     if path.suffix.lower() in COMPRESSED and not path.stat().st_size:
         raise DataError(
-            f"{path} cannot be read: it has no bytes, which not even an empty text compresses to"
+            f"{path} cannot be read: it has no bytes, but even an empty text compresses to some"
         )
     try:
         if path.suffix.lower() == ".zst":
@@ -150,7 +150,7 @@ def _json_text(record: dict[str, Any], place: str, text_key: str) -> str:
 
 
 def _text_keys(names: Iterable[str]) -> tuple[str, ...]:
-    """The flags that choose one of these names."""
+    """Flags that would choose one of these names."""
     return tuple(f"--text-key {shlex.quote(name)}" for name in names)
 
 
@@ -178,8 +178,8 @@ def _holds_text(column: "DataType") -> bool:
 
 
 def _row_records(path: Path, keys: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row with its file and number; what is null in it is left out, since every row has the
-    fields that any row has."""
+    """Each row with its file and number; null fields are left out, since every row has all
+    columns."""
     with _open_table(path) as (schema, batches):
         number = 0
         unread = dict.fromkeys(name for name in schema.names if name not in keys)
@@ -232,7 +232,7 @@ def _open_table(
 
 
 def _distinct(path: Path, schema: "Schema") -> "Schema":
-    """A schema in which each name is one column."""
+    """The schema, in which each name stands for one column only."""
     if twice := [name for name, count in Counter(schema.names).items() if count > 1]:
         raise DataError(f"{path} has several columns of one name: {', '.join(twice)}")
     return schema

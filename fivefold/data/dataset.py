@@ -55,7 +55,7 @@ class Corpus:
 
 
 def content(identity: str) -> str:
-    """What is in a corpus, of its identity: without its name, which a move may change."""
+    """The identity of a corpus without its name, which a move may change."""
     return identity.rpartition(": ")[2]
 
 
@@ -179,7 +179,7 @@ class Dataset:
 
     @property
     def seq_length(self) -> int:
-        """Tokens per sample."""
+        """Number of tokens per sample."""
         return self._packing.seq_length
 
     def locate(self, index: int) -> tuple[int, int]:
@@ -191,7 +191,7 @@ class Dataset:
         return corpus, sample
 
     def window(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """The seq_length + 1 tokens of a sample, int64, and the marks of those of conversations.
+        """The seq_length + 1 tokens of a sample, int64, and for conversations their marks.
 
         Raises:
             DataError: a token is outside the tokenizer's vocabulary.
@@ -220,7 +220,7 @@ class Dataset:
 
     @property
     def packed(self) -> str:
-        """What packing conversations costs, in words; empty for text."""
+        """What packing costs for conversations, in words; empty for text."""
         streams = [stream for stream in self._streams if isinstance(stream, Conversations)]
         if not streams:
             return ""
@@ -230,7 +230,7 @@ class Dataset:
 
 
 def check_labels(dataset: Dataset, samples: int) -> None:
-    """Raise DataError if no token of the first samples has a loss, whose mean is then none."""
+    """Raise DataError if no token of the first samples has a loss, so that there is no mean."""
     read = min(samples, dataset.num_samples)
     if any((dataset.microbatch([n]).labels_BS != IGNORED).any() for n in range(read)):
         return
@@ -245,7 +245,7 @@ def _too_short(corpus: Corpus, tokens: int, seq_length: int, part: str, split: s
     total = len(corpus.data.tokens)
     if corpus.marks is not None:
         what = f"the {part} split of {corpus.name} has none of its {corpus.data.num_documents} "
-        why = f"it goes by whole conversations, rounded; a larger share for {part} has one"
+        why = f"shares are rounded to whole conversations; a larger one for {part} has some"
         return DataError(Mistake(f"{what}conversations: split is {split}", (why,)))
     what = (
         f"the {part} split of {corpus.name} is too short: {tokens} tokens, and one sample needs "

@@ -25,7 +25,7 @@ class Infilling:
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
-        """With the `fim_` settings of `config`.
+        """Set up from the `fim_` settings of `config`.
 
         Raises:
             DataError: the tokenizer lacks one of their tokens.
@@ -46,9 +46,10 @@ class Infilling:
         self._split_id = ids.get("fim_split_sample")
 
     def __call__(self, window: np.ndarray, random: Random) -> np.ndarray:
-        """A sample's tokens, int64 [length], with documents rearranged, cut to the same length.
+        """The tokens of a sample, int64 [length], with rearranged documents, cut to the same
+        length.
 
-        The markers, and tokens of words that are cut in two, take the room of the last ones.
+        Markers, and the extra tokens of words that are cut in two, displace the last tokens.
         """
         parts: list[np.ndarray] = []
         for document, end in _pieces(window, self._tokenizer.eod_id):
@@ -67,10 +68,10 @@ class Infilling:
         return np.concatenate(parts)
 
     def _rearranged(self, ids: np.ndarray, random: Random) -> np.ndarray:
-        """A text cut at two characters.
+        """A text, cut at two characters and rearranged.
 
-        It stays as it is where its tokens are not those of its text, as at the edge of a sample
-        within a character or a word, and where a token that stands for no text is cut.
+        Unchanged where its tokens are not those of its text, as at a sample's edge within a
+        character or word, or where the cut would split a token that stands for no text.
         """
         text = self._tokenizer.decode(ids)
         first, second = sorted(int(random.random() * (len(text) + 1)) for _ in range(2))
@@ -93,7 +94,7 @@ class Infilling:
 
 
 def _pieces(ids: np.ndarray, separator: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """What is between separators, each with the separator that follows it, if one does."""
+    """The pieces between separators, each with the separator that follows it, if any."""
     begin = 0
     for end in [*np.flatnonzero(ids == separator).tolist(), len(ids)]:
         yield ids[begin:end], ids[end : end + 1]
@@ -101,7 +102,7 @@ def _pieces(ids: np.ndarray, separator: int) -> Iterator[tuple[np.ndarray, np.nd
 
 
 def _lacking(tokenizer: Tokenizer, missing: dict[str, str]) -> DataError:
-    """Names the tokens that a tokenizer lacks, and those of it that seem to be meant."""
+    """Names the tokens that a tokenizer lacks, and those of its tokens that may be meant."""
     alike = [name for name in tokenizer.special.values() if "fim" in name.lower()]
     what = f"{tokenizer.origin} lacks tokens that fim_data puts into documents"
     lines = [f"{name} is {token!r}" for name, token in missing.items()]

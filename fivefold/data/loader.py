@@ -83,7 +83,8 @@ class Loader:
         return batch
 
     def batch_of(self, dp_rank: int) -> list[Microbatch]:
-        """The microbatches that another data-parallel rank got when this one got its latest."""
+        """The microbatches that another data-parallel rank got in the step of this rank's latest
+        batch."""
         return self._read(self.consumed_samples - self.batch_samples, dp_rank)
 
     def _read(self, consumed_samples: int, dp_rank: int) -> list[Microbatch]:
@@ -127,7 +128,7 @@ class Loader:
                 f"{k}: was {say(saved.get(k))}, is {say(now.get(k))}" for k, say in said.items()
             ]
             what = f"cannot resume after {state['consumed_samples']} samples: the data is not what "
-            then = "it goes on with the same data and settings; --finetune takes only the weights "
+            then = "it resumes with the same data and settings; --finetune takes only the weights "
             then += "of --load, and starts the data afresh"
             what += "it was when the checkpoint was saved"
             raise DataError(Mistake(what, (*lines, then)))

@@ -135,7 +135,8 @@ def _weight(word: str) -> Fraction | None:
 
 
 def counted_from(folder: Path, data: DataConfig) -> DataConfig:
-    """Data whose relative paths count from a folder, where something is there; others stay."""
+    """The data with relative paths taken from a folder, where the file exists there; others
+    stay."""
 
     def meant(path: str) -> str:
         found = str(folder / os.path.expanduser(path))
@@ -146,7 +147,7 @@ def counted_from(folder: Path, data: DataConfig) -> DataConfig:
 
 
 def with_paths(data: DataConfig, meant: Callable[[str], str]) -> DataConfig:
-    """Data of other paths: what `meant` makes of each."""
+    """The data with each path replaced by `meant` of it."""
     sources = parse_data_path(data.data_path)
     weighted = [[str(each.weight)] if each.weight is not None else [] for each in sources]
     blend = [[*weight, meant(each.path)] for weight, each in zip(weighted, sources, strict=True)]

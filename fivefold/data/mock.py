@@ -1,4 +1,4 @@
-"""Tokens that are made up, for runs that measure and need no text (Megatron-LM's --mock-data)."""
+"""Synthetic tokens for runs that measure and need no text (Megatron-LM's --mock-data)."""
 
 import numpy as np
 
@@ -10,10 +10,10 @@ _RUN = 1 << 10
 
 
 class CountedTokens:
-    """Numbers that count up through a vocabulary, and go on elsewhere every 1,024 tokens.
+    """Numbers that count up through the vocabulary, and jump elsewhere every 1,024 tokens.
 
-    So they are soon learnt, and a run that measures also shows that it trains. The token that ends
-    documents, which is in the midst of many a vocabulary, is not among them.
+    They are learnt quickly, so that a run that measures also shows that it trains. The
+    end-of-document token, which lies in the middle of many vocabularies, is left out.
     """
 
     def __init__(self, vocab_size: int, eod_id: int) -> None:
@@ -23,7 +23,7 @@ class CountedTokens:
         return NUM_TOKENS
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Some tokens, int64."""
+        """A slice of the tokens, int64."""
         runs, places = np.divmod(np.arange(*part.indices(NUM_TOKENS)), _RUN)
         distinct, which = np.unique(runs, return_inverse=True)
         starts = np.array([mixed(int(run)) % self._numbers for run in distinct], dtype=np.int64)
@@ -32,7 +32,7 @@ class CountedTokens:
 
 
 class MockTokens:
-    """One document without an end, of more tokens than a run reads, in the form of `IndexedTokens`.
+    """One endless document, longer than any run reads, in the form of `IndexedTokens`.
 
     Every sample is a part of it, and attends to all of itself.
     """
@@ -45,9 +45,9 @@ class MockTokens:
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:
-    """Tokens whose text is their number, the last of which ends documents.
+    """A tokenizer whose tokens are spelled as their numbers; the last one ends documents.
 
-    Megatron-LM's NullTokenizer, which has that one beside the others.
+    Megatron-LM's NullTokenizer adds that one to the vocabulary.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers

@@ -57,7 +57,7 @@ class Microbatch:
 def pack(
     windows: np.ndarray, indices: np.ndarray, packing: Packing, marks: np.ndarray | None = None
 ) -> Microbatch:
-    """Cut windows, int64 [B, S + 1], of the samples with these global indices, [B].
+    """Cut windows, int64 [B, S + 1], into the samples with these global indices, [B].
 
     With `marks`, [B, S + 1], they say where documents begin and what is learnt: a conversation may
     hold the token that ends a document after each of its answers.

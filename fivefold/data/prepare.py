@@ -1,4 +1,4 @@
-"""Turns data paths into datasets: tokenises once, and shares the cached result by processes."""
+"""Turns data paths into datasets: tokenises once, and processes share the cached result."""
 
 import hashlib
 import json
@@ -162,7 +162,7 @@ def _cache_folder(path: str) -> Path:
 
 @contextmanager
 def _telling_removed(files: Sequence[Path]) -> Iterator[None]:
-    """Name the text that somebody removes while it is read, whatever fails for lack of it."""
+    """Name the text that somebody removes while it is read, whichever error follows from that."""
     try:
         yield
     except (FileNotFoundError, DataError) as error:
@@ -180,7 +180,8 @@ def _corpus(
     cache: Path,
     progress: Progress,
 ) -> Corpus:
-    """A corpus from the cache, tokenised if it is not there; with a template, of conversations."""
+    """A corpus from the cache, tokenised first if it is not there; with a template, of
+    conversations."""
     if group.prefix is not None:
         return Corpus(group.name, IndexedTokens(group.prefix), group.weight)
     if not group.files:
@@ -210,7 +211,7 @@ def build_conversations(
     marks: str,
     progress: Progress,
 ) -> None:
-    """Tokenise conversations into two `.bin/.idx` pairs: their tokens, and the marks of these.
+    """Tokenise conversations into two `.bin/.idx` pairs: the tokens, and their marks.
 
     Raises:
         DataError: a file holds something else, with the line, or there are no conversations.
@@ -335,7 +336,7 @@ def _batches(stream: Iterable[tuple[str, T]]) -> Iterator[list[tuple[str, T]]]:
 
 
 def _key(files: Sequence[Path], *settings: str) -> str:
-    """The name in the cache of results made from these files in their present state."""
+    """The cache key of results made from these files in their present state."""
     described = []
     for file in files:
         stat = file.stat()

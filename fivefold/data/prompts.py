@@ -1,4 +1,4 @@
-"""Texts that a model continues: transformers makes the same tokens of them."""
+"""Turns prompts into the same tokens as transformers does."""
 
 from dataclasses import replace
 
@@ -24,13 +24,14 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def end_in(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The token that ends an answer, in the text after it: the first special one, if any is."""
+    """The token that ends an answer: in the text after it, the first special token, else the first
+    one."""
     ids = encode_prompt(tokenizer, text)
     return ([number for number in ids if number in tokenizer.special] or ids)[:1]
 
 
 def opening(tokenizer: Tokenizer) -> list[int]:
-    """Tokens that the template in a tokenizer.json puts before a text, such as Llama's `<s>`."""
+    """Tokens that a tokenizer.json's template puts before a text, such as Llama's `<s>`."""
     backend = backend_of(tokenizer.definition, tokenizer.origin, templates=True)
     with telling(f"{tokenizer.origin} cannot tokenise 'a'"):
         whole = backend.encode("a")

@@ -61,7 +61,7 @@ def checked_sources(config: "DataConfig", seed: int, model_size: int | None = No
 def _check_vocabulary(
     config: "DataConfig", model_size: int | None, mistakes: Mistakes, *, made_up: bool
 ) -> None:
-    """Collect that a tokenizer to train would have too few entries."""
+    """Collect the mistake of a vocabulary too small for a tokenizer to train."""
     what, why, least = "a byte-level BPE", "256 bytes + 1 end of document", SMALLEST_VOCAB_SIZE
     if made_up:
         what, why, least = "numbers", "1 number + 1 end of document", 2
@@ -83,7 +83,7 @@ def _check_vocabulary(
 
 
 def _check_infilling(config: "DataConfig", mistakes: Mistakes) -> None:
-    """Collect settings that contradict rearranged documents."""
+    """Collect settings that contradict infilling."""
     tokens = {name: getattr(config, name) for name in FIM_TOKENS}
     if len(set(tokens.values())) < len(tokens):
         said = ", ".join(f"{name} {token}" for name, token in tokens.items())
@@ -102,7 +102,7 @@ def _check_infilling(config: "DataConfig", mistakes: Mistakes) -> None:
 
 
 def _check_mock(config: "DataConfig", mistakes: Mistakes) -> None:
-    """Collect settings that contradict made-up tokens."""
+    """Collect settings that contradict synthetic tokens."""
     if tuple(config.data_path) != (MOCK,):
         mistakes.add(
             f"{MOCK} is no part of a blend: it has more tokens than a run reads",

@@ -61,7 +61,8 @@ def from_pieces(content: bytes, file: Path) -> tuple[str, Mapping[str, int]]:
 
 
 def _parsed(content: bytes, file: Path) -> Any:
-    """The message in a file; its classes are made at run time, which types do not see."""
+    """The message in a file; its classes are created at run time, so type checkers do not see
+    them."""
     try:
         from google.protobuf.message import DecodeError
 
@@ -84,7 +85,7 @@ def _parsed(content: bytes, file: Path) -> Any:
 
 
 def _check(model: Any, file: Path) -> None:
-    """Refuse what `tokenizers` does otherwise, or has not.
+    """Refuse models that `tokenizers` would treat differently or cannot represent.
 
     Its Unigram finds control and byte pieces that a text spells; its normaliser by a table drops
     accents after a character that the table changes; symbols of the user's are found before a
@@ -114,7 +115,7 @@ def _check(model: Any, file: Path) -> None:
         ),
     ]
     if reasons := [reason for is_wrong, reason in wrong if is_wrong]:
-        what = f"{file} is a SentencePiece model whose tokens a tokenizer.json would not give"
+        what = f"{file} is a SentencePiece model that no tokenizer.json can reproduce"
         attempt = "the tokenizer.json that came with the model"
         raise DataError(Mistake(what, tuple(reasons), attempt=attempt))
 

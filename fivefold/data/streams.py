@@ -7,7 +7,7 @@ from fivefold.data.packing import BEGINS, Packing
 
 
 class Text:
-    """Sample k is seq_length + 1 tokens from token `start` + k * seq_length on."""
+    """Sample k is the seq_length + 1 tokens that begin at token `start` + k * seq_length."""
 
     def __init__(self, tokens: TokenArray, start: int, end: int, packing: Packing) -> None:
         self._tokens, self._start, self._end = tokens, start, end
@@ -23,10 +23,10 @@ class Text:
 
 
 class Conversations:
-    """Each sample is as many of the next conversations as fit into seq_length + 1 tokens.
+    """Each sample holds as many of the next conversations as fit into seq_length + 1 tokens.
 
-    No answer is apart from its question: what is left is padding, a document of its own of which
-    nothing is learnt. A conversation that fits into no sample loses its end.
+    An answer is never separated from its question: the rest of a sample is padding, a document of
+    its own without a loss. A conversation longer than a sample loses its end.
 
     Attributes:
         cut: how many conversations lose their end.

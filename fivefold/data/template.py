@@ -33,7 +33,7 @@ Span = tuple[int, int]
 
 
 class ChatTemplate:
-    """Makes a text of messages.
+    """Renders messages as text.
 
     Attributes:
         digest: SHA-256 of the templates and special tokens; equal ones make equal texts.
@@ -66,8 +66,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, tokenizer_model: str) -> "ChatTemplate":
-        """The template beside a tokenizer.json, or in its folder: that of `chat_template.jinja`,
-        else of `tokenizer_config.json`.
+        """The template beside a tokenizer.json, or in its folder: `chat_template.jinja`, else the
+        one in `tokenizer_config.json`.
 
         Raises:
             DataError: there is none, or it cannot be read.
@@ -91,7 +91,7 @@ class ChatTemplate:
         return cls(_by_name(kept, origin), _special_tokens(said), origin)
 
     def marks(self, tools: Sequence[Any] | None) -> bool:
-        """Whether the template that would be used says itself which tokens are the assistant's."""
+        """Whether the template itself marks which tokens are the assistant's."""
         return self._name(tools) in self._marks
 
     def render(
@@ -128,7 +128,7 @@ class ChatTemplate:
 
 
 def folder_of(tokenizer_model: str) -> Path:
-    """Where the files of a tokenizer are, of which this is the tokenizer.json or the folder."""
+    """The folder of a tokenizer, given its tokenizer.json or the folder itself."""
     path = at_home(tokenizer_model, DataError)
     return path if path.is_dir() else path.parent
 
@@ -180,7 +180,7 @@ class _Generation(Extension):
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """As transformers has it: nothing is escaped for HTML."""
+    """JSON as transformers writes it, without escapes for HTML."""
     return json.dumps(value, **{"ensure_ascii": False, "indent": indent} | options)
 
 
@@ -189,7 +189,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _spans(said: str) -> tuple[str, list[Span]]:
-    """The text without marks, and the characters between them."""
+    """The text without marks, and the ranges of characters between them."""
     first, *answers = said.split(BEGIN)
     text, spans = [first], []
     length = len(first)

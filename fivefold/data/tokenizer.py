@@ -91,7 +91,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """Load a tokenizer from what `read_tokenizer` takes.
+        """Load a tokenizer from a path that `read_tokenizer` accepts.
 
         Raises:
             DataError: there is none, or it is not one.
@@ -182,7 +182,7 @@ class Tokenizer:
 
     @cached_property
     def _verbatim(self) -> "Backend":
-        """As the file has it: special tokens are found in a text."""
+        """Encodes as the file says, so that special tokens are found in a text."""
         return backend_of(self.definition, self.origin)
 
     def _without_end(self, ids: np.ndarray) -> np.ndarray:
@@ -240,9 +240,9 @@ def _trained(texts: Iterable[str], vocab_size: int, special: Sequence[str]) -> s
 
 
 def backend_of(definition: str, origin: str, *, templates: bool = False) -> "Backend":
-    """A tokenizer that drops no tokens, and always encodes a text the same way.
+    """A tokenizer that drops no tokens and always encodes a text in the same way.
 
-    It adds none, unless `templates` are kept that put some around a text.
+    It adds no tokens around a text, unless `templates` are kept that do.
     """
     import tokenizers
     from tokenizers.processors import Sequence as Processors
@@ -252,7 +252,7 @@ def backend_of(definition: str, origin: str, *, templates: bool = False) -> "Bac
     with telling(f"{unreadable}{tokenizers.__version__} can read"):
         backend = tokenizers.Tokenizer.from_str(definition)
     if dropout := getattr(backend.model, "dropout", None):
-        what = f"{origin} gives the same text other tokens each time: its BPE has a dropout of "
+        what = f"{origin} gives the same text different tokens each time: its BPE has a dropout of "
         raise DataError(Mistake(f"{what}{dropout:.3g}", works=('"dropout": null in it',)))
     backend.no_truncation()
     backend.no_padding()

@@ -47,7 +47,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> tuple[str, Path]:
     if content.lstrip()[:1] == b"{" or file.suffix == ".json":
         return _text(content, file), file
     if _is_ranks(content):
-        what = f"{file} is of tiktoken: how it cuts words and its special tokens are not in it"
+        what = f"{file} is a file of tiktoken: it lacks the special tokens and how words are cut"
         raise DataError(Mistake(what, attempt="the tokenizer.json of the same tokenizer"))
     definition, vocabulary = from_pieces(content, file)
     _check_added(file, vocabulary)
@@ -83,8 +83,8 @@ def _is_ranks(content: bytes) -> bool:
 def _of_gpt2(file: Path) -> str:
     """GPT-2's tokenizer, with this vocabulary and the merges beside it.
 
-    Such files do not say how texts are cut into words. What GPT-2 does is taken, unless files
-    beside them say that theirs is another tokenizer.
+    Such files do not say how text is cut into words. GPT-2's way is assumed, unless files beside
+    them name another tokenizer.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -106,7 +106,7 @@ def _of_gpt2(file: Path) -> str:
 
 
 def _check_added(file: Path, vocabulary: Container[str]) -> None:
-    """Refuse tokens that files beside it add to a vocabulary, in an order of their own."""
+    """Refuse a vocabulary whose neighbouring files add tokens, in an order of their own."""
     beside = file.with_name(_ADDED)
     added = set(read_json(beside, dict[str, int], DataError)) if beside.is_file() else set[str]()
     listed = _said(file.with_name(_CONFIG)).get("added_tokens_decoder", {})

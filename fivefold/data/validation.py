@@ -32,7 +32,7 @@ class ValidationSet:
     samples: int
 
     def text_bytes(self, tokenizer: Tokenizer) -> int | None:
-        """Bytes of the text whose tokens have a loss; None if the tokenizer does not tell them."""
+        """Bytes of the text whose tokens have a loss; None if the tokenizer cannot tell."""
         if (bytes_V := tokenizer.token_bytes) is None:
             return None
         labels = (self.dataset.microbatch([n]).labels_BS for n in range(self.samples))
@@ -90,14 +90,14 @@ def _datasets(data: PreparedData, *, unweighted: bool) -> Iterator[tuple[str, Da
 
 
 def _whole(name: str, corpus: Corpus, data: PreparedData) -> Dataset:
-    """All samples of a corpus that is not split."""
+    """All samples of a corpus, without a split."""
     with _naming(name):
         return replace(data, corpora=(corpus,), split="0,1").valid
 
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Let errors say of which validation set they are, if it has a name."""
+    """Add the name of the validation set, if it has one, to errors."""
     try:
         yield
     except DataError as error:

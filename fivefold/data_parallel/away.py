@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from fivefold.data_parallel import fsdp_internals as internals
 
 Mark = Any
-"""What tells that a copy has ended, as whoever copies makes it."""
+"""The end of a copy, in the form that the copying side provides."""
 
 
 class AwayShards:
-    """The shards of a block, one parameter group of FSDP2, which lie elsewhere between gathers.
+    """The shards of a block (one parameter group of FSDP2) that are off the device between gathers.
 
-    FSDP2 reads what it gathers from one tensor for each parameter. The memory of these is given
-    back; from the start of a gather until they are read, parts of another tensor take their place.
+    FSDP2 reads each shard from one tensor per parameter. The memory of these is freed; from the
+    start of a gather until they are read, parts of another tensor take their place.
 
     Args:
         group: parameter group with memory that has not been written yet.
@@ -45,7 +45,7 @@ class AwayShards:
         self._arrived: Mark = None
 
     def keep_at(self, bring: Callable[[Tensor], Mark], wait: Callable[[Mark], None]) -> None:
-        """Tell where the shards are.
+        """Set where the shards are kept.
 
         Args:
             bring: starts copying all of them, one after the other, onto a tensor of the device.
@@ -88,7 +88,7 @@ def give_memory(
     groups: Mapping[nn.Module, Sequence[Any]],
     away: Collection[str],
 ) -> dict[nn.Module, AwayShards]:
-    """Give the parameters of a stage memory, with any values, block by block.
+    """Allocate the parameters of a stage, with any values, block by block.
 
     Args:
         stage: stage on the meta device.

@@ -1,4 +1,4 @@
-"""Which weights and gradients ZeRO++ sends in few bits, and how many bytes that is; torch-free.
+"""The weights and gradients that ZeRO++ sends in few bits, and their bytes; torch-free.
 
 ZeRO++ (Wang et al., 2023) sends weights as INT8 (qwZ) and gradients as INT4 (qgZ), each block of
 elements with a scale of its own. Vectors, such as norms and biases, keep their type: they are few,
@@ -12,7 +12,7 @@ from math import prod
 from fivefold.config.parallel import ParallelConfig
 
 BLOCK = 128
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 SCALE_BYTES = 4
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
@@ -29,7 +29,7 @@ def in_few_bits(shape: tuple[int, ...]) -> bool:
 
 
 def in_block(bits: int) -> float:
-    """Bytes of an element of so many bits in a block, with its part of the scale."""
+    """Bytes per element with this many bits, including its part of the block's scale."""
     return bits / 8 + SCALE_BYTES / BLOCK
 
 
@@ -71,7 +71,7 @@ class UnitSizes:
         return blocks * (BLOCK * bits // 8 + SCALE_BYTES) + self.wide * element
 
     def gathered(self, element: float, *, rounded: bool) -> float:
-        """Bytes of a gather's message, as INT8 (qwZ) or as it is."""
+        """Bytes of a gather's message, as INT8 (qwZ) or unchanged."""
         if rounded:
             return self.message(WEIGHT_BITS, element)
         return (self.blocks + self.wide - self.narrow) * element + self.narrow
@@ -83,8 +83,8 @@ the copy of that. The message itself is free by then."""
 
 
 def reduction_buffers(parallel: ParallelConfig) -> float:
-    """Bytes per gradient that qgZ takes while it sends a layer's: two messages, and the sum of a
-    node's in fp32."""
+    """Bytes per gradient for qgZ while it sends a layer's: two messages, and a node's sum in
+    fp32."""
     if not parallel.zero_quantized_gradients:
         return 0.0
     node = parallel.zero_qgz_partition_size

@@ -25,7 +25,7 @@ from fivefold.mesh.groups import NodeGroups
 
 
 class _Waitable(dist.Work):
-    """The work object that FSDP2 expects: it does not wait for an object of another type."""
+    """The type of work object that FSDP2 waits for."""
 
     def __init__(self, pending: Pending) -> None:
         super().__init__()
@@ -87,9 +87,9 @@ class ReduceScatter(_Buffers):
 class NodeGather(_Buffers):
     """The all-gathers of ZeRO++ (Wang et al., 2023): in few bits, and within a node.
 
-    What the first gather of a step brings is divided once more among the ranks of a node, and later
-    gathers of the step take it from there (hpZ): the same bytes, so the same weights. DeepSpeed
-    divides it again in every forward; the weights are the same until they are updated.
+    The first gather of a step is divided once more among the ranks of a node, and later gathers of
+    the step read from there (hpZ): the same bytes, so the same weights. DeepSpeed divides it again
+    in every forward; the weights are the same until they are updated.
 
     Args:
         node: ranks of a node; None: every gather is over all ranks.
@@ -169,7 +169,8 @@ class HierarchicalReduceScatter(_Buffers):
         output_tensor.copy_(self._exchanged(shares, self._outer or group).view(-1))
 
     def _exchanged(self, x_PRN: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Sum over a group: of R rows for each of P ranks in order, this rank's [R, N]."""
+        """This rank's [R, N] of the sum over a group; the input has R rows for each of P ranks in
+        order."""
         ranks, rows, elements = x_PRN.shape
         sent = self.format.pack(x_PRN).view(ranks, -1)
         received = exchange_rows(sent, group)
@@ -180,7 +181,7 @@ class HierarchicalReduceScatter(_Buffers):
 def set_communication(
     unit: FSDPModule, groups: Iterable[Any], mesh: DeviceMesh, policy: Policy, nodes: NodeGroups
 ) -> Iterator[NodeGather | HierarchicalReduceScatter]:
-    """Give FSDP2 our collectives where its own are slow, or do not send what is asked for.
+    """Replace FSDP2's collectives where its own are slow, or lack a requested format.
 
     Args:
         unit: a unit of FSDP2.

@@ -1,4 +1,4 @@
-"""Weights of linear layers that are gathered in the 8 bits in which they are multiplied.
+"""Gathers weights of linear layers in the 8 bits in which they are multiplied.
 
 A weight that FSDP2 gathers in bf16 is narrowed by every rank, in every microbatch, forward and
 backward. Here each rank narrows its shard before the gather. The bits are the same, because the
@@ -29,7 +29,7 @@ from fivefold.model.leaves import local
 
 
 class EightBitParam(OwnRecord):
-    """FSDP2's record of a parameter, for a weight that travels and is held whole in 8 bits.
+    """FSDP2's record of a parameter, for a weight that is gathered and held in 8 bits.
 
     FSDP2's own way would take a subclass of Tensor for the masters, whose every use by optimizer
     and checkpoints is then dispatched in Python. The whole weight is an E4M3 leaf of autograd with
@@ -47,13 +47,14 @@ class EightBitParam(OwnRecord):
 
     @property
     def products(self) -> EightBit:
-        """The arithmetic of the layer that multiplies with it."""
+        """The products of the layer that uses the weight."""
         found = products_of(place_of(self)[0])
         assert found is not None, "its layer multiplies in 8 bits"
         return found
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
-        """Let FSDP2 ask for what is gathered; it would copy the shard into another dtype itself."""
+        """Let FSDP2 gather this parameter's own 8-bit tensors; by itself it would cast the
+        shard."""
         super().init_dtype_attrs(mp_policy)
         self.param_dtype = None
 
@@ -79,7 +80,7 @@ class EightBitParam(OwnRecord):
         leaf.inverse_scales = self.inverse  # type: ignore[attr-defined]
 
     def make_whole(self) -> nn.Parameter:
-        """The leaf, in the memory of what is gathered."""
+        """The leaf, in the memory of the gathered weight."""
         bits = self.all_gather_outputs[0].view(E4M3)
         bits = bits.as_strided(self.whole_size, self.whole_stride)
         spec, whole = self.whole_spec, bits
@@ -92,7 +93,8 @@ class EightBitParam(OwnRecord):
         return made
 
     def largest(self) -> Tensor:
-        """[E, blocks of F, blocks of H] largest elements, 0 where this rank holds none of a block.
+        """[E, blocks of F, blocks of H] largest elements, 0 where this rank holds nothing of a
+        block.
 
         Of elements in the compute dtype: rounding keeps their order.
         """
@@ -109,12 +111,12 @@ class EightBitParam(OwnRecord):
         return found
 
     def take(self, largest: Tensor) -> None:
-        """Set the scales by the largest elements of all ranks."""
+        """Set the scales from the largest elements of all ranks."""
         how = self.products.recipe
         self._set(scales(largest, E4M3, powers_of_two=how.powers_of_two))
 
     def take_delayed(self, known: OperandScales) -> None:
-        """Set the scales that are known before, and write down this rank's largest elements."""
+        """Set the scales known from earlier steps, and record this rank's largest elements."""
         seen = known.seen[WEIGHT]
         torch.maximum(seen, self.largest().view(-1), out=seen)
         self._set(known.scale[WEIGHT].view(-1, 1, 1).clone())
@@ -129,7 +131,7 @@ class EightBitParam(OwnRecord):
         return (part if part.dim() == 3 else part[None]).to(self.compute_dtype)
 
     def _range(self) -> tuple[slice, slice]:
-        """The experts and the rows of each that this rank's shard has."""
+        """The experts, and the rows of each, in this rank's shard."""
         dim = self.fsdp_placement.dim
         start = self.mesh_info.shard_mesh_rank * self.padded_sharded_param_size[dim]
         part, (experts, rows, _) = slice(start, start + self.sharded_size[dim]), self._whole_shape()
@@ -165,8 +167,8 @@ def gather_in_eight_bits(group: Any, compute_dtype: torch.dtype) -> list[EightBi
 
 
 def agree_on_scales(held: Iterable[EightBitParam], group: dist.ProcessGroup | None) -> None:
-    """Set the scales of weights whose shards a group's ranks hold: in one message, unless they are
-    known before."""
+    """Set the scales of weights that a group shards: by one message, unless they are already
+    known."""
     every = []
     for each in held:
         if (delayed := each.products.delayed) is not None:

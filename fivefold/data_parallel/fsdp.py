@@ -101,7 +101,7 @@ class ShardedStage(StageGradients):
         self._away: Mapping[nn.Module, AwayShards] = {}
 
     def _set_up(self, unit: FSDPModule, mesh: DeviceMesh, nodes: NodeGroups) -> None:
-        """Choose what a unit sends, and how it is summed."""
+        """Choose the messages of a unit, and how gradients are summed."""
         # The loss is already divided by the global token count, so reductions are plain sums.
         if mesh.size() > 1:  # alone, a rank would divide a copy by 1
             unit.set_gradient_divide_factor(1.0)
@@ -116,13 +116,13 @@ class ShardedStage(StageGradients):
             internals.without_hooks(unit)
 
     def give_memory(self, device: torch.device, away: Collection[str]) -> None:
-        """Give all parameters memory with any values; shards of those in `away` lie elsewhere."""
+        """Allocate all parameters, with any values; shards of those in `away` are elsewhere."""
         groups: dict[nn.Module, Any] = {unit: parameter_groups(unit) for unit in self._units}
         self._away = give_memory(self._stage, device, groups, away)
 
     def away(self, *, backward: bool = False, further: bool = True) -> Iterator[AwayShards]:
-        """Blocks whose shards lie elsewhere, as a forward or a `backward` gathers them; `further`:
-        where further tokens are predicted."""
+        """Blocks whose shards are elsewhere, in the order in which a forward or a `backward`
+        gathers them; `further`: with further predictions."""
         order: list[Any] = self._units
         if backward:
             root, *layers = self._units
@@ -146,7 +146,7 @@ class ShardedStage(StageGradients):
             self.unshard()
 
     def set_gradient_type(self) -> None:
-        """Reduce into the type in which gradients are kept, where parameters have another one.
+        """Reduce into the type in which gradients are kept, if it differs from the parameters'.
 
         FSDP2 would convert to the parameters' type: that of masters on the device, or where these
         are on the host the compute dtype.
@@ -158,7 +158,7 @@ class ShardedStage(StageGradients):
             parameter.grad_dtype = self._policy.gradient_dtype
 
     def before_forward(self, *, last: bool) -> None:
-        """Pass FSDP2's hooks by, if weights are gathered, and the backward reduces no gradients."""
+        """Skip FSDP2's hooks if weights are gathered and the backward reduces no gradients."""
         if self._hooks is not None:
             self._hooks.before_forward(reduces=last and self._in_hooks)
 
@@ -172,7 +172,7 @@ class ShardedStage(StageGradients):
         internals.free_gathered(self._root)
 
     def after_backward(self, *, last: bool) -> None:
-        """Reduce gradients where FSDP2's hooks do not."""
+        """Reduce gradients that FSDP2's hooks do not reduce."""
         if self._by_hand:
             self.run_weights([], last=last)
         else:
@@ -221,7 +221,8 @@ class ShardedStage(StageGradients):
         internals.end_backward(self._root)
 
     def sum_of(self, parameter: torch.Tensor, whole: bool) -> Sum | None:
-        """Where a parameter's gradients are added up; None: there are none, or it is not ours."""
+        """Where a parameter's gradients are accumulated; None: nowhere, or it belongs to another
+        stage."""
         held = self._held.get(parameter)
         if held is None:
             return None
@@ -246,7 +247,7 @@ class ShardedStage(StageGradients):
             unit.set_reshard_after_backward(False, recurse=False)
 
     def finish(self) -> None:
-        """Let the computation that follows wait for the reductions of this stage's gradients."""
+        """Make the following computation wait for the reductions of this stage's gradients."""
         for unit in self._at_end:
             unit.set_requires_gradient_sync(True, recurse=False)
             unit.set_reshard_after_backward(True, recurse=False)
@@ -260,25 +261,25 @@ class ShardedStage(StageGradients):
         self.forget()
 
     def forget(self) -> None:
-        """Let the next gathers be over all ranks and of new scales, as weights may change."""
+        """Make the next gathers read from all ranks with new scales, since weights may change."""
         self._scales_known = False
         for exchange in self.exchanges:
             if isinstance(exchange, NodeGather):
                 exchange.kept = None
 
     def second_copies(self) -> Iterator[torch.Tensor]:
-        """This rank's parts of what its node keeps of gathered weights, until they may change."""
+        """This rank's parts of its node's copies of gathered weights, until weights may change."""
         gathers = (each for each in self.exchanges if isinstance(each, NodeGather))
         yield from (each.kept for each in gathers if each.kept is not None)
 
     def waiting_gradients(self) -> Iterator[torch.Tensor]:
-        """Gradients summed over microbatches, whole, that wait for the reduction at the end."""
+        """Whole gradients, summed over microbatches, that wait for the reduction at the end."""
         for group in self.parameter_groups():
             waiting = (held.unsharded_accumulated_grad for held in group.fsdp_params)
             yield from (grad for grad in waiting if grad is not None)
 
     def parameter_groups(self) -> list[Any]:
-        """FSDP2's own, of which each gathers and reduces its parameters together."""
+        """FSDP2's parameter groups; each gathers and reduces its parameters together."""
         return [group for unit in self._units for group in parameter_groups(unit)]
 
     def unshard(self) -> None:
@@ -288,7 +289,7 @@ class ShardedStage(StageGradients):
             self._gather(unit)
 
     def await_unshard(self) -> None:
-        """Wait for gathers that were started, where FSDP2's hooks do not."""
+        """Wait for started gathers that FSDP2's hooks do not wait for."""
         if self._by_hand:
             self._finish_gathers()
 
@@ -299,7 +300,7 @@ class ShardedStage(StageGradients):
             unit.reshard()
 
     def settle(self) -> list[Any]:
-        """Forget events that FSDP2 keeps for whoever comes next; the device has done all its work.
+        """Drop the events that FSDP2 keeps for later waits; the device has finished all its work.
 
         Most are gone when a step ends; gathers that an evaluation began for nothing are not.
         """
@@ -307,7 +308,7 @@ class ShardedStage(StageGradients):
         return internals.let_go(self._root, self.parameter_groups())
 
     def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
-        """Each block's own parameters, in the order of a forward, and what starts their gather."""
+        """Each block's own parameters in the order of a forward, and what starts their gather."""
         for unit in self._units:
             held = [each for group in parameter_groups(unit) for each in group.fsdp_params]
             if held:  # not so a stage without ends, beside its layers
@@ -325,7 +326,7 @@ class ShardedStage(StageGradients):
 
 
 def _types(policy: Policy) -> MixedPrecisionPolicy:
-    """In which types FSDP2 gathers and reduces, where these are not those of the parameters."""
+    """Types in which FSDP2 gathers and reduces, if they differ from the parameters'."""
     if {policy.master_dtype, policy.gradient_dtype} == {policy.compute_dtype}:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(
@@ -336,7 +337,7 @@ def _types(policy: Policy) -> MixedPrecisionPolicy:
 
 
 def _meshes(stage: Stage, groups: Groups, policy: Policy) -> dict[nn.Module, DeviceMesh]:
-    """The units of a stage, inner ones first, and the ranks that share the state of each."""
+    """The units of a stage, inner ones first, with the mesh that shards the state of each."""
     meshes: dict[nn.Module, DeviceMesh] = {}
     if groups.experts is not None:
         of_experts = _data_mesh(groups.experts.mesh, policy)
@@ -353,6 +354,6 @@ def _data_mesh(mesh: DeviceMesh, policy: Policy) -> DeviceMesh:
 
 
 def _split_dim(parameter: nn.Parameter, *, shards: int) -> Shard | None:
-    """The dim that shards split; None: the first, as usual."""
+    """The dim that shards split; None: the first."""
     dim = shard_dim(local_tensor(parameter).shape, shards)
     return Shard(dim) if dim else None

@@ -1,4 +1,4 @@
-"""All that is used of PyTorch's FSDP2 that is not public, as torch 2.11 to 2.13 have it.
+"""All uses of private parts of PyTorch's FSDP2 (torch 2.11 to 2.13).
 
 A unit (a module that was given to `fully_shard`) has a state; all units of a stage share a context
 of streams and messages. A unit's parameter groups each gather and reduce their parameters together,
@@ -30,12 +30,12 @@ def parameter_groups(unit: FSDPModule) -> list[Any]:
 
 
 def begin(root: FSDPModule) -> None:
-    """What FSDP2 does before the first forward of a root unit; nothing the next time."""
+    """Runs FSDP2's preparation before the first forward of a root unit; later calls do nothing."""
     state_of(root)._lazy_init()
 
 
 def end_backward(root: FSDPModule) -> None:
-    """What FSDP2 does when a backward ends.
+    """Runs FSDP2's end of a backward.
 
     There is no public call for this, nor for "reduce now", a group's `post_backward`; PyTorch's own
     pipelining uses the same ones.
@@ -51,24 +51,24 @@ def without_hooks(unit: FSDPModule) -> None:
 
 
 def before_forward(state: Any, unit: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """What the first of these hooks does; both kinds of arguments that the unit is to be given."""
+    """Runs the first of these hooks; returns the unit's positional and keyword arguments."""
     return state._pre_forward(unit, given, named)
 
 
 def after_forward(state: Any, unit: Any, given: tuple[Any, ...], out: Any) -> Any:
-    """What the second one does; the unit's result."""
+    """Runs the second hook; returns the unit's result."""
     return state._post_forward(unit, given, out)
 
 
 def reduce_into(group: Any, dtype: torch.dtype) -> None:
-    """Have gradients of a group reduced into a type, not into that of its parameters."""
+    """Make a group reduce gradients into this type instead of its parameters'."""
     group._orig_dtype = dtype
     # It would be found anew at each gather that is asked for by name.
     group._init_mp_dtypes = lambda: None
 
 
 def is_gathering(group: Any) -> bool:
-    """Whether a gather has started, and nobody has waited for it."""
+    """Whether a gather has started and has not been waited for."""
     return group._all_gather_result is not None
 
 
@@ -79,23 +79,23 @@ def gather_stream(group: Any, *, async_op: bool) -> Any:
 
 
 def keep_shards(group: Any) -> None:
-    """Have a group not look for the memory of its shards once more before its first use."""
+    """Skip the group's check of its shards' memory before its first use."""
     group._reset_sharded_params = True
 
 
 def was_gathered(held: Any) -> bool:
-    """Whether there has been a whole parameter, `held.unsharded_param`, which stays."""
+    """Whether a gathered parameter (`held.unsharded_param`) exists, which stays."""
     return hasattr(held, "_unsharded_param")
 
 
 def sent(held: Any) -> Tensor:
-    """What is read of a shard when it is gathered: flat, and as long as that of any rank."""
+    """The part of a shard that a gather reads: flat, and padded to the longest rank's."""
     data: Tensor = held._sharded_param_data
     return data
 
 
 def send(held: Any, data: Tensor) -> None:
-    """Let another tensor be read in its place."""
+    """Make the next gather read another tensor instead."""
     held._sharded_param_data = data
 
 
@@ -166,7 +166,7 @@ def free_gathered(root: FSDPModule) -> None:
 
 
 def let_go(root: FSDPModule, groups: Iterable[Any]) -> list[Any]:
-    """Forget what waits, and hand over the streams on which it waited.
+    """Drop pending waits, and return the streams on which FSDP2 waited.
 
     Args:
         root: root unit.

@@ -1,4 +1,4 @@
-"""FSDP2's hooks around the forwards of its units, where they have something to do.
+"""Calls FSDP2's hooks around the forwards of its units only when needed.
 
 In each forward FSDP2 looks whether weights are gathered, searches all that a unit is given for
 tensors, and ties what a backward calls to them and to its output: a third of the host's time of a

@@ -1,4 +1,4 @@
-"""What becomes of gradients that a backward has left where FSDP2 adds them up."""
+"""Handles gradients that a backward has left where FSDP2 accumulates them."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,8 +10,8 @@ from fivefold.tensor.deferred_weight import Work
 
 
 def put_aside(group: Any, narrow: torch.dtype) -> Iterator[Work]:
-    """Take gradients of norms and biases, which a backward of dX alone has made; what gives them
-    back.
+    """Set aside the gradients of norms and biases from a backward of dX alone; returns a function
+    that restores them.
 
     If several such backwards run before the first weight gradients, they would be sums by then, in
     FSDP2's accumulation dtype. A block is reduced in one dtype: all of its gradients would be

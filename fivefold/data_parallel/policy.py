@@ -21,7 +21,7 @@ from fivefold.config.config import Config
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 )
-"""Types in which a run computes, by their names in settings."""
+"""Compute types by their names in settings."""
 
 
 @dataclass(frozen=True)

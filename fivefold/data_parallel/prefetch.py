@@ -1,4 +1,4 @@
-"""When FSDP2 gathers each block's parameters: before the block that needs them, or with it."""
+"""When FSDP2 gathers each block's parameters: one block ahead, or when needed."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

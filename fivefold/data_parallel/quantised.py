@@ -28,7 +28,7 @@ _EXPONENT = 0x7F800000  # bits of an fp32
 
 @dataclass(frozen=True)
 class Blocks:
-    """How numbers become blocks of integers, rounded to nearest, ties to even.
+    """Rounds numbers to blocks of integers, to nearest, ties to even.
 
     Attributes:
         bits: 8 or 4 bits of an integer.
@@ -89,12 +89,12 @@ class Blocks:
             _unpack_each(self, sent_PRM, runs)
 
     def length(self, elements: int) -> int:
-        """Bytes of so many elements."""
+        """Bytes of this many elements."""
         blocks = -(-elements // self.size)
         return SCALE_BYTES * blocks + self._bytes(blocks)
 
     def rounded(self, x: Tensor) -> Tensor:
-        """A tensor as it arrives if it is sent as one message."""
+        """A tensor after being sent as one message."""
         flat = x.reshape(1, -1)
         return self.unpack(self.pack(flat), flat.shape[1], x.dtype).view_as(x)
 
@@ -102,7 +102,7 @@ class Blocks:
         return blocks * self.size * self.bits // 8
 
     def _step(self, step: Tensor) -> Tensor:
-        """What the integers of a block stand for multiples of."""
+        """The value of one step of the integers of each block."""
         step = step.clamp(min=TINY)
         if not self.powers_of_two:
             return step
@@ -112,7 +112,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Whole:
-    """Elements of `dtype` as they are, in place of blocks."""
+    """Elements of `dtype` unchanged, instead of blocks."""
 
     dtype: torch.dtype
 
@@ -131,7 +131,7 @@ class Whole:
         return whole.to(dtype)
 
     def length(self, elements: int) -> int:
-        """Bytes of so many elements."""
+        """Bytes of this many elements."""
         return elements * self.dtype.itemsize
 
 
@@ -158,7 +158,7 @@ class Format:
         blocks: Blocks | Whole,
         dtype: torch.dtype,
     ) -> "Format":
-        """The format for parameters of these shapes, with so many elements in a message."""
+        """The format for parameters of these shapes, with this many elements in a message."""
         few = (in_few_bits(tuple(shape)) for shape, _ in parameters)
         return cls(tuple(size for _, size in parameters), tuple(few), blocks, dtype)
 
@@ -186,8 +186,8 @@ class Format:
         return out_RN
 
     def _ways(self, x: Tensor) -> list[tuple[Blocks | Whole, list[Tensor], int]]:
-        """How matrices are sent, and then vectors, if the unit has any: with their runs in `x`,
-        whose last dim is that of a message, and their bytes."""
+        """For matrices, then vectors (if any): their encoding, their runs in `x` (last dim: that of
+        a message), and their bytes."""
         runs: dict[bool, list[Tensor]] = {True: [], False: []}
         at = 0
         for few, sizes in groupby(zip(self.few, self.sizes, strict=True), key=itemgetter(0)):
@@ -207,7 +207,7 @@ def _by_kernels(x: Tensor) -> bool:
 
 
 def _joined(runs: Sequence[Tensor]) -> Tensor:
-    """Runs [A, B, N] side by side: [A x B, sum of N]."""
+    """Runs [A, B, N] concatenated: [A x B, sum of N]."""
     return torch.cat(tuple(runs), 2).flatten(0, 1)
 
 

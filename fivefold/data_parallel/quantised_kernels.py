@@ -1,4 +1,4 @@
-"""Messages of ZeRO++ by Triton kernels: the twins of `quantised.Blocks`, bit by bit.
+"""Triton kernels for ZeRO++'s messages, bit-identical to `quantised.Blocks`.
 
 Imported only where they run, since Triton is. They are proven without a GPU by Triton's interpreter
 (`TRITON_INTERPRET=1`).
@@ -19,7 +19,7 @@ from fivefold.data_parallel.quantised import SIGN, TINY, Blocks
 from fivefold.mesh.device import launch
 
 TILE = 4096
-"""Elements of a program."""
+"""Elements per Triton program."""
 
 
 def pack(form: Blocks, runs: Sequence[Tensor], sent_RM: Tensor) -> None:
@@ -89,7 +89,7 @@ def _blocks(form: Blocks, elements: int) -> int:
 
 
 def _tile(form: Blocks) -> int:
-    """Blocks of a program."""
+    """Blocks per Triton program."""
     return max(TILE // form.size, 1)
 
 
@@ -122,7 +122,7 @@ def _pack(  # type: ignore[no-untyped-def]
     size: tl.constexpr,
     scale_bytes: tl.constexpr,
 ):
-    """Blocks of a run, `before` which there are others; `sign`: 0 for 8 bits."""
+    """Packs blocks of a run; `before`: number of blocks before it; `sign`: 0 for 8 bits."""
     row = tl.program_id(1).to(tl.int64)
     x += row // inner * outer_step + row % inner * inner_step
     sent += row * message_step
@@ -173,7 +173,7 @@ def _unpack(  # type: ignore[no-untyped-def]
     size: tl.constexpr,
     scale_bytes: tl.constexpr,
 ):
-    """Blocks that have some of the elements from `start` to `end`."""
+    """Unpacks the blocks that contain elements from `start` to `end`."""
     row = tl.program_id(1).to(tl.int64)
     sent += row * message_step
     block = start // size + tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)

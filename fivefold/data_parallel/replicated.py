@@ -103,11 +103,12 @@ class ReplicatedStage(StageGradients):
         self._started = set()
 
     def waiting_gradients(self) -> Iterator[Tensor]:
-        """The messages, which parameters have parts of once there are gradients in them."""
+        """The messages; parameters' gradients are views of them once they exist."""
         return (b.message for b in self.buckets if b.message is not None)
 
     def sum_of(self, parameter: Tensor, whole: bool) -> Sum | None:
-        """Where a parameter's next gradient belongs; None: it is not ours, or autograd adds it.
+        """Where a parameter's next gradient belongs; None: it belongs to another stage, or autograd
+        adds it.
 
         The first of a step is made in its message. Where hooks count gradients, autograd gets the
         sum as if it were new, once: of a parameter that a backward uses twice, the other is added
@@ -124,8 +125,8 @@ class ReplicatedStage(StageGradients):
         return self.buckets[index].sum_of(parameter) if index is not None and whole else None
 
     def before_run(self, *, trains: bool) -> None:
-        """Take the memory of all messages before the first training step, which then needs as much
-        as the others."""
+        """Allocate all messages before the first training step, so that it needs as much memory as
+        the others."""
         for bucket in self.buckets if trains else ():
             bucket.give_memory()
 
@@ -144,7 +145,7 @@ class ReplicatedStage(StageGradients):
 
 
 class _GradientBucket:
-    """Gradients that lie side by side in one message, as in PyTorch's DDP.
+    """Gradients that are contiguous in one message, as in PyTorch's DDP.
 
     Products make the gradients of weights in the message; others are copied there once, when they
     are first computed in a step and their memory is still in the cache. Then they are views of the
@@ -212,7 +213,7 @@ class _GradientBucket:
             self.message.copy_(summed)
 
     def give_memory(self) -> None:
-        """Take the message's memory, once."""
+        """Allocate the message, once."""
         if self.message is not None:
             return
         parts = [local_tensor(parameter) for parameter in self.parameters]
@@ -225,7 +226,7 @@ class _GradientBucket:
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of the same shape, both contiguous, are one in memory."""
+    """Whether two contiguous tensors of the same shape share their memory."""
     same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
     return same and one.storage_offset() == other.storage_offset()
 

@@ -114,7 +114,7 @@ def check_contradictions(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_masters(config: Config, mistakes: Mistakes) -> None:
-    """Report masters of few bits where they save nothing, or cannot be kept."""
+    """Report narrow masters that save nothing, or cannot be kept."""
     optimizer, parallel = config.optimizer, config.parallel
     off = "--no-store-param-remainders"
     if optimizer.store_param_remainders and parallel.sharding.splits_optimizer:
@@ -146,7 +146,7 @@ def _check_masters(config: Config, mistakes: Mistakes) -> None:
 
 
 def keeps_blocks(config: Config, tp: int, etp: int) -> bool:
-    """Whether tensor parallelism cuts no block of a moment in 8 bits, whose scale is of all of it.
+    """Whether tensor parallelism leaves every block of an 8-bit moment whole.
 
     Args:
         config: the model, and the types of its moments.
@@ -159,7 +159,7 @@ def keeps_blocks(config: Config, tp: int, etp: int) -> bool:
 
 
 def check_blocks(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Report tensor parallelism that cuts a block of a moment in 8 bits."""
+    """Report tensor parallelism that cuts a block of an 8-bit moment."""
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
     types = ("exp_avg_dtype", "exp_avg_sq_dtype")
     few = [name for name in types if config.value(name) == "fp8"]
@@ -181,7 +181,7 @@ def check_blocks(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -
 
 
 def _check_away(config: Config, mistakes: Mistakes) -> None:
-    """Report what needs weights on the device that lie elsewhere between their gathers."""
+    """Report settings that need weights on the device, if weights are off it between gathers."""
     parallel, off = config.parallel, "--no-param-cpu-offload"
     if not parallel.sharding.splits_parameters:
         mistakes.add(
@@ -210,7 +210,7 @@ def _check_away(config: Config, mistakes: Mistakes) -> None:
 
 
 def check_replicas(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Report comparisons of replicas where there are none, or where they say nothing."""
+    """Report comparisons of replicas if there are no replicas, or if comparisons prove nothing."""
     training, instances = config.training, parallel.num_distributed_optimizer_instances
     replicas = parallel.data_parallel_size
     weights, losses = (
@@ -263,5 +263,5 @@ def _off(setting: str) -> str:
 
 
 def _offload(memory: MemoryConfig) -> str:
-    """The setting that has optimizer state off the device."""
+    """The setting that moves optimizer state off the device."""
     return "optimizer_cpu_offload" if memory.optimizer_cpu_offload else "offload_optimizer_states"

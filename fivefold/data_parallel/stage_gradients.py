@@ -1,4 +1,4 @@
-"""Data parallelism of a stage, as those see it who run the stage, update it and measure it."""
+"""The interface of a stage's data parallelism, for code that runs, updates or measures it."""
 
 # ruff: noqa: B027 (an empty method is what a stage does that gathers nothing)
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from fivefold.tensor.deferred_weight import Sum, Work
 class StageGradients(ABC):
     """Sums the gradients of a stage over the ranks that see other tokens.
 
-    Where parameters are never gathered, all that is about gathers does nothing.
+    If parameters are never gathered, all methods about gathers do nothing.
 
     Attributes:
         exchanges: gathers and reductions of ZeRO++.
@@ -28,14 +28,15 @@ class StageGradients(ABC):
         """Keep gradients in their type, where parameters have another one."""
 
     def before_run(self, *, trains: bool) -> None:
-        """A program begins; `trains`: with backwards."""
+        """Called when a program begins; `trains`: with backwards."""
 
     def before_forward(self, *, last: bool) -> None:
-        """`last`: the next forward is that of the stage's last backward, which is whole."""
+        """`last`: the stage's last backward, which computes all gradients, follows the next
+        forward."""
 
     @abstractmethod
     def before_backward(self, *, whole: bool, last: bool) -> None:
-        """What the next backward computes.
+        """Announces what the next backward computes.
 
         Args:
             whole: whether it computes all gradients; otherwise deferred weight gradients follow in
@@ -44,19 +45,19 @@ class StageGradients(ABC):
         """
 
     def after_backward(self, *, last: bool) -> None:
-        """A backward with weight gradients has ended; `last` as above."""
+        """Called after a backward with weight gradients; `last` as above."""
 
     def put_aside(self) -> list[Work]:
-        """A backward of dX alone has ended: what is to run before its weight gradients."""
+        """Called after a backward of dX alone; returns what to run before its weight gradients."""
         return []
 
     @abstractmethod
     def run_weights(self, works: list[Work], *, last: bool) -> None:
-        """Compute weight gradients that a backward has put aside; `last` as above."""
+        """Run weight gradients that a backward has deferred; `last` as above."""
 
     @abstractmethod
     def reduce(self) -> None:
-        """All weight gradients of the step are there: start summing what is not yet."""
+        """Called when all weight gradients of the step exist: start the remaining reductions."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -74,16 +75,16 @@ class StageGradients(ABC):
         """Start gathering the stage's parameters, which stay until `reshard`."""
 
     def await_unshard(self) -> None:
-        """Wait for the stage's parameters, which the next act reads."""
+        """Wait for the stage's parameters, which the next action reads."""
 
     def reshard(self) -> None:
         """Free the gathered parameters."""
 
     def forget(self) -> None:
-        """Keep nothing that was made of weights, as these may change."""
+        """Drop everything derived from weights, since they may change."""
 
     def settle(self) -> list[Any]:
-        """Forget all events of steps and evaluations before, which a capture must not wait for.
+        """Drop all events of earlier steps and evaluations, for which a capture must not wait.
 
         Returns:
             The streams beside the one that computes.
@@ -91,14 +92,14 @@ class StageGradients(ABC):
         return []
 
     def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
-        """Each block's own parameters, in the order of a forward, and what starts their gather."""
+        """Each block's own parameters in the order of a forward, and what starts their gather."""
         return iter(())
 
     def away(self, *, backward: bool = False, further: bool = True) -> Iterator[AwayShards]:
-        """Blocks whose shards lie elsewhere, as a forward or a `backward` gathers them; `further`:
-        where further tokens are predicted."""
+        """Blocks whose shards are elsewhere, in the order in which a forward or a `backward`
+        gathers them; `further`: with further predictions."""
         return iter(())
 
     def second_copies(self) -> Iterator[Tensor]:
-        """This rank's parts of what its node keeps of gathered weights, until they may change."""
+        """This rank's parts of its node's copies of gathered weights, until weights may change."""
         return iter(())

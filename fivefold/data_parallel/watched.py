@@ -1,4 +1,4 @@
-"""Shows the gradients of this rank alone, before they are summed with those of its replicas."""
+"""Observes the gradients of this rank alone, before they are summed over replicas."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ Show = Callable[[Any], Iterator[tuple[Tensor, Tensor]]]
 
 @contextmanager
 def watching_gradients(stages: Iterable[StageGradients], look: Look) -> Iterator[None]:
-    """Call `look(parameter, gradient)` in the block for what is about to be summed over replicas.
+    """In the block, call `look(parameter, gradient)` before a gradient is summed over replicas.
 
     Where gradients are summed after each microbatch, it is called as often. The gradient is this
     rank's tensor-parallel part, whole on the data-parallel axes, and must not be changed.
@@ -51,14 +51,15 @@ def _after_a_look(
 
 
 def _of_bucket(bucket: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a bucket of gradients is about to sum."""
+    """The gradients that a bucket is about to sum."""
     for parameter in bucket.parameters:
         bucket.take(parameter)
         yield parameter, parameter.grad
 
 
 def _of_group(group: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a parameter group of FSDP2 is about to reduce; nothing if it only adds gradients up."""
+    """The gradients that a parameter group of FSDP2 is about to reduce; nothing if it only
+    accumulates."""
     if not group.reduce_grads:
         return
     for held in group.fsdp_params:

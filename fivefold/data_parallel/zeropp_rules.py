@@ -17,16 +17,16 @@ ACTS_ON: dict[str, Callable[[Sharding], bool]] = {
     GRADIENTS: lambda sharding: sharding.splits_optimizer,
     HPZ: lambda sharding: sharding.splits_parameters,
 }
-"""The strategies on which each technique acts."""
+"""The sharding strategies for which each technique has an effect."""
 
 
 def techniques(parallel: ParallelConfig) -> list[str]:
-    """The settings of ZeRO++ that are on."""
+    """The enabled settings of ZeRO++."""
     return [n for n in ACTS_ON if getattr(parallel, n) != getattr(ParallelConfig, n)]
 
 
 def check_zeropp(grid: Grid, parallel: ParallelConfig, experts: bool, mistakes: Mistakes) -> None:
-    """Report settings of ZeRO++ that change nothing, or do not divide the sharding group.
+    """Report settings of ZeRO++ that have no effect, or do not divide the sharding group.
 
     Args:
         grid: the ranks.

@@ -1,1 +1,1 @@
-"""What each kind of layer is made of, in operations, parameters, FLOPs and bytes; torch-free."""
+"""Describes each kind of layer: operations, parameters, FLOPs and bytes; torch-free."""

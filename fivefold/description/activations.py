@@ -6,13 +6,15 @@ offloading applied.
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import inf
 from types import MappingProxyType
 
 from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.config.model import ModelConfig
+from fivefold.description.expert_rows import LayerRows
 from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.description.latent import LatentDown
 from fivefold.description.layers import describe, describe_layer
@@ -84,7 +86,7 @@ def saved_activations(
 
 @lru_cache(maxsize=1024)
 def _saved(model: ModelConfig, kind: LayerKind, running: Running) -> Mapping[str, Saved]:
-    """What a layer of this kind keeps that is not recomputed as a whole."""
+    """What a layer of this kind keeps if it is not recomputed as a whole."""
     memory = running.memory
     moved = memory.moved_items
     saved = {}
@@ -107,7 +109,7 @@ def _saved(model: ModelConfig, kind: LayerKind, running: Running) -> Mapping[str
 def _saved_by_recomputation(
     model: ModelConfig, kind: LayerKind, running: Running, starts_group: bool
 ) -> Mapping[str, Saved]:
-    """What a layer keeps that is recomputed as a whole; the first of a group keeps its input."""
+    """What a layer keeps if it is recomputed as a whole; the first of a group keeps its input."""
     saved = {}
     if starts_group:
         size = running.element_bytes * model.hidden_size / running.token_parts
@@ -225,17 +227,18 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
 
 
 def _keeps_states(model: ModelConfig, running: Running) -> bool:
-    """Whether the output layer keeps what it reads."""
+    """Whether the output layer keeps its input."""
     return model.trains_all or running.memory.makes_logits_again
 
 
 def _keeps_whole_states(model: ModelConfig, running: Running) -> bool:
-    """Whether what the output layer keeps are the states that it is given."""
+    """Whether the output layer keeps its input unchanged."""
     return _keeps_states(model, running) and model.logits_scaling == 1.0
 
 
 def loss_gradient_bytes(model: ModelConfig, running: Running) -> float:
-    """Bytes per token that the backward of Fivefold's loss takes beside its logits, on one rank.
+    """Bytes per token that the backward of Fivefold's loss needs in addition to its logits, on one
+    rank.
 
     An unfused loss makes their gradient in at least fp32, then in their own type; a fused one has
     made it in its forward.
@@ -263,23 +266,29 @@ def deferred_by_ends(model: ModelConfig, parts: StageParts, running: Running) ->
 
 
 def _logits(model: ModelConfig, running: Running) -> float:
-    """Logits of a token on one rank."""
+    """Number of logits per token on one rank."""
     return model.padded_vocab_size / (1 if running.whole_logits else running.tensor_parallel)
 
 
 def bookkeeping_bytes(
-    model: ModelConfig, parts: StageParts, running: Running, *, smoothed: bool
+    model: ModelConfig,
+    parts: StageParts,
+    running: Running,
+    routed: Mapping[int, LayerRows],
+    *,
+    smoothed: bool,
 ) -> float:
     """Bytes per token of a stage that Fivefold keeps beyond the published formulas.
 
     These are row statistics of norms, tables of positions, and copies of labels and loss weights
     (with a split vocabulary: of the labels' logits and their mask), and scales of 8-bit inputs.
-    Every expert counts as having its share of the rows; one without any keeps no scales.
+    An expert without any rows keeps no scales, unless they are those of earlier steps.
 
     Args:
         model: the architecture.
         parts: what the stage holds.
         running: degrees, dtypes, recomputation and offloading, of the stage.
+        routed: known rows of layers with experts; of others each expert has its share.
         smoothed: whether the loss uses label smoothing.
     """
     wide, tp, tokens = max(running.element_bytes, 4), running.tensor_parallel, running.token_parts
@@ -295,10 +304,11 @@ def bookkeeping_bytes(
         size += (3 if model.trains_all else 2) * norm * parts.mtp
     for place, layer in kept_whole:
         own = at_place(running, place).of_kind(layer_kind(model, layer))
-        for item in kept_items(model, layer, own):
+        known = replace(own, routed=routed.get(layer, own.routed))
+        for item in kept_items(model, layer, known):
             if not {*own.remade} & {*item.remade_by}:
-                scales = (scale_bytes(own, features, item.rows) for features in item.scaled)
-                size += item.groups * sum(scales)
+                pairs = product(item.scaled, item.groups or (None,))
+                size += sum(scale_bytes(own, features, rows) for features, rows in pairs)
         if "a2a_overlap_attn" not in own.remade:
             size += wide * _unit_norms(model, layer, tp)
         for operation in describe_layer(model, layer).operations:
@@ -341,14 +351,14 @@ def _remade(item: Kept, running: Running) -> float:
 
 
 def _away(item: Kept, running: Running) -> float:
-    """Bytes per token that are offloaded of an item's tensors that are large enough."""
+    """Bytes per token of an item's tensors that are offloaded, those that are large enough."""
     least = running.memory.min_offloaded_tensor_size / running.microbatch_tokens
     large = sum(tensor for tensor in item.tensors if tensor >= least)
     return running.memory.activation_offload_fraction * large
 
 
 def _unit_norms(model: ModelConfig, layer: int, tp: int) -> float:
-    """Heads of a layer on one rank that are normalised without weights."""
+    """Number of heads of a layer on one rank that are normalised without weights."""
     keys = model.as_in(layer).kv_heads_of(tp)
     of_values = keys * (model.v_l2_norm and model.is_softmax(layer))
     turned = model.qk_l2_norm and model.rotates(layer)

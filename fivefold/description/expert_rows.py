@@ -19,6 +19,7 @@ class LayerRows:
         computed: number of choices that reach this rank's experts, before rows of other ranks that
             split the same experts are added.
         joined: number of choices that these other ranks add.
+        by_expert: rows that each of this rank's experts multiplies; empty: not known.
     """
 
     sent: float
@@ -26,6 +27,7 @@ class LayerRows:
     stayed: float
     computed: float
     joined: float
+    by_expert: tuple[float, ...] = ()
 
     @property
     def reached(self) -> float:
@@ -40,6 +42,7 @@ class LayerRows:
             factor * self.stayed,
             factor * self.computed,
             factor * self.joined,
+            tuple(factor * rows for rows in self.by_expert),
         )
 
 

@@ -67,7 +67,7 @@ class RouterLinear(Operation):
         return jitters or running.router_bytes != running.element_bytes
 
     def _factors(self, running: Running) -> tuple[float, float]:
-        """Bytes of what the input's gradient is multiplied with: jitter, and a wider weight."""
+        """Bytes of the factors of the input's gradient: jitter, and a wider weight."""
         wide, element = running.router_bytes, running.element_bytes
         jitters = running.experts.moe_input_jitter_eps is not None
         jitter = element * self.inputs / running.token_parts if jitters else 0.0
@@ -169,7 +169,7 @@ class Dispatch(Operation):
         return self.copies * (rows.sent + rows.stayed)
 
     def _sizes(self, running: Running) -> float:
-        """Rows of each expert, and of all that are elsewhere or had no room."""
+        """Rows of each expert, and of choices that are elsewhere or dropped."""
         here = (self.model.num_experts or 1) // running.expert_parallel
         return running.by_microbatch(_INDEX * (here + self._counts_others(running)))
 
@@ -265,10 +265,12 @@ class ExpertsOut(Operation):
 
 
 def _scaled(linear: ExpertsIn | ExpertsOut, kept: Kept, features: float, running: Running) -> Kept:
-    """The same, with scales of each expert's rows."""
-    experts = linear.weights[0].shape[0] // running.expert_parallel
-    rows = running.rows(linear.copies) * running.microbatch_tokens / experts
-    return replace(kept, scaled=(features,), groups=experts, rows=rows)
+    """The same items, with a scale for each expert's rows."""
+    groups = () if running.routed is None else running.routed.by_expert
+    if not groups:
+        experts = linear.weights[0].shape[0] // running.expert_parallel
+        groups = (running.rows(linear.copies) * running.microbatch_tokens / experts,) * experts
+    return replace(kept, scaled=(features,), groups=groups)
 
 
 @dataclass(frozen=True, kw_only=True)

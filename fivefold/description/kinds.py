@@ -1,4 +1,4 @@
-"""Which kinds of layers a model has."""
+"""The kinds of layers that a model has."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -30,7 +30,7 @@ class LayerKind(NamedTuple):
 
     @property
     def attends(self) -> bool:
-        """Whether tokens meet in it: in attention, or in states."""
+        """Whether tokens are mixed in it: by attention, or by states."""
         return self.mixer in (None, "M", "*")
 
     @property

@@ -1,4 +1,4 @@
-"""What a model is made of: the operations of each kind of layer.
+"""The description of a model: the operations of each kind of layer.
 
 This is the one place that knows which layers a model has. Names are those of the modules in
 `model.transformer`; layer indices from num_layers on mean multi-token prediction layers.
@@ -74,8 +74,8 @@ class Layer:
 
     @property
     def remade_mlp(self) -> tuple[Operation, ...]:
-        """The linear layers of the MLP that its recomputation runs: all but the last product,
-        unless what that makes is kept, to be scaled."""
+        """The linear layers of the MLP that its recomputation repeats: all but the last, unless the
+        last one's result is kept, to be scaled."""
         kinds = ColumnLinear | ExpertsIn | Adapters | Rescaled
         if not self.kind.mlp:
             return ()
@@ -134,7 +134,7 @@ def describe(model: ModelConfig, kind: LayerKind) -> Layer:
 
 
 def _in_bf16(operation: Operation) -> Operation:
-    """The same operation of a layer that keeps bf16."""
+    """The same operation in a layer that stays in bf16."""
     wide = tuple(replace(weight, wide=True) for weight in operation.weights)
     return replace(operation, weights=wide)
 
@@ -177,12 +177,13 @@ def _norm_before(
 
 
 def _makes_input(model: ModelConfig, *again: str) -> tuple[str, ...]:
-    """Recomputed modules that make the input of attention or MLP again, if a norm makes it."""
+    """The recomputed modules that recompute the input of attention or MLP, if a norm computes
+    it."""
     return ("layernorm", *again) if model.norms_before else ()
 
 
 def _norm_after(name: str, module: str, model: ModelConfig) -> tuple[Norm, ...]:
-    """Nothing keeps its output, so that no recomputation runs it again."""
+    """A norm whose output is not kept, so that no recomputation repeats it."""
     norm = Norm(name, norm_weights(module, model), features=model.hidden_size)
     return (norm,) if model.norms_after else ()
 
@@ -300,7 +301,7 @@ def _branch_norm(
 
 
 def _latents_of_experts(model: ModelConfig) -> tuple[tuple[Operation, ...], ...]:
-    """The projections before tokens go to experts, and after they are back."""
+    """The projections before tokens are sent to experts, and after they return."""
     h, latent = model.hidden_size, model.moe_latent_size
     if latent is None:
         return (), ()
@@ -354,7 +355,7 @@ def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
 
 
 def _end(model: ModelConfig) -> tuple[Operation, ...]:
-    """What follows the last product of an MLP."""
+    """The operations after the last product of an MLP."""
     h, dropout = model.hidden_size, bool(model.hidden_dropout)
     residual = Residual("mlp_residual", features=h, dropout=dropout, mask="mlp_dropout")
     return *_norm_after("mlp_output_norm", "post_mlp_layernorm", model), residual
@@ -374,7 +375,7 @@ def _prediction(model: ModelConfig) -> PredictionInput:
 
 
 def _learned_bends(model: ModelConfig) -> tuple[Weight, ...]:
-    """What the activation of an MLP learns."""
+    """The learned parameters of an MLP's activation."""
     names = ("alpha_p", "alpha_n") if model.activation_func == "xielu" else ()
     return tuple(Weight(f"mlp.act_fn.{name}", (1,), sees="features") for name in names)
 

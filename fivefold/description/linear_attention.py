@@ -19,7 +19,7 @@ AGAIN = ("a2a_overlap_attn",)
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrence(Operation):
-    """The convolution, and what states are told and asked.
+    """The convolution, and the states' inputs and outputs.
 
     Attributes:
         model: gives the heads and their features.
@@ -29,7 +29,7 @@ class Recurrence(Operation):
 
     @property
     def sizes(self) -> StateShape:
-        """Of the heads."""
+        """Sizes of the heads."""
         return self.model.states
 
     @property
@@ -39,7 +39,7 @@ class Recurrence(Operation):
 
     @property
     def rates(self) -> int:
-        """Numbers per token and head that say how fast states forget and learn."""
+        """Numbers per token and head that set how fast states decay and learn."""
         raise NotImplementedError
 
     def working(self, running: Running) -> float:
@@ -53,7 +53,7 @@ class Recurrence(Operation):
         return self.sizes.mixed + self.rates * self.sizes.heads
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
-        """What it reads, of which the backward makes all else again."""
+        """Its inputs, from which the backward recomputes everything else."""
         features = self.sizes.mixed, self.rates * self.sizes.heads
         tensors = tuple(map(running.by_heads, features))
         return (Kept(self.name, tensors, AGAIN, "core_attn"),)
@@ -72,7 +72,7 @@ class DeltaRule(Recurrence):
 
     @property
     def rates(self) -> int:
-        """How fast a state learns, and how fast it forgets."""
+        """How fast a state learns, and how fast it decays."""
         return 2
 
     def working(self, running: Running) -> float:
@@ -94,11 +94,11 @@ class DeltaRule(Recurrence):
 
 @dataclass(frozen=True, kw_only=True)
 class KimiDeltaRule(DeltaRule):
-    """The same, where states forget each feature of their keys by itself."""
+    """The delta rule with a decay for each feature of a key."""
 
     @property
     def rates(self) -> int:
-        """How fast a state learns, and how fast it forgets each feature."""
+        """How fast a state learns, and how fast each of its features decays."""
         return 1 + self.sizes.key
 
     def working(self, running: Running) -> float:
@@ -114,7 +114,7 @@ class KimiDeltaRule(DeltaRule):
 
 @dataclass(frozen=True, kw_only=True)
 class GatedConvolution(Recurrence):
-    """The convolution of features that are multiplied by gates, which stand for rates."""
+    """The convolution of features multiplied by gates, which take the place of rates."""
 
     @property
     def flops(self) -> int:
@@ -154,14 +154,14 @@ class GatedHeads(Operation):
 def projections(
     name: str, weights: tuple[Weight, ...], inputs: int, outputs: int, remade_by: tuple[str, ...]
 ) -> ColumnLinear:
-    """What makes all that states are told, and gates after them."""
+    """The projections of all inputs of the states, and of the gates."""
     return ColumnLinear(
         name, weights, AGAIN, QKV, inputs=inputs, outputs=outputs, remade_by=remade_by
     )
 
 
 def projection_back(size: int, hidden: int) -> RowLinear:
-    """What reads all heads of a layer with states."""
+    """The projection of all heads of a layer with states."""
     weights = row("self_attn.out_proj", size, hidden, False)
     return RowLinear("attn_proj", weights, inputs=size, outputs=hidden, remade_by=AGAIN)
 
@@ -215,7 +215,8 @@ def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operat
 
 
 def _kimi_projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
-    """Of queries, keys, values and rates; and those of decays and gates, through few features."""
+    """The projections of queries, keys, values and rates; and those of decays and gates, in two
+    steps."""
     h, sizes = model.hidden_size, model.states
     heads, low, decays = sizes.heads, sizes.value, sizes.heads * sizes.key
     weights = (

@@ -1,4 +1,4 @@
-"""What adapters (LoRA) add to the operations of a layer."""
+"""Operations that adapters (LoRA) add to a layer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ class Adapters(Operation):
     dropped: tuple[Weight, ...]
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
-        """What A reads, the input of the linears or what dropout leaves of it for each; and the
+        """The input of A (that of the linears, or its copy after dropout for each), and the
         features between A and B."""
         size = running.element_bytes * self.rank / running.token_parts
         low = (size,) * (self.columns + self.rows + self.wholes)
@@ -60,7 +60,7 @@ class Adapters(Operation):
         return tuple(element * weight.shape[1] / running.token_parts for weight in self.dropped)
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
-        """Those of column-parallel linears of few features, or of row-parallel ones to as few."""
+        """Those of column-parallel linears with few features, or of row-parallel ones into few."""
         columns, rows = self.columns * self.rank, self.rows * self.rank
         if sequence_parallel:
             return columns + rows, 2 * columns + rows
@@ -80,7 +80,7 @@ class Rescaled(Operation):
     apart: bool
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
-        """What is scaled, and the lengths of rows."""
+        """The scaled result, and the lengths of rows."""
         tp, element, sizes = running.tensor_parallel, running.element_bytes, list[float]()
         for weight in self.measured:
             rows: float = weight.shape[0]
@@ -91,7 +91,7 @@ class Rescaled(Operation):
         return (Kept(self.name, (*sizes,), _discarding(self), self.moved(running)),)
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
-        """Those of linear layers of an input each, if it multiplies once more."""
+        """Those of separate linear layers, if dropout makes it multiply once more."""
         columns = self.apart * sum(w.shape[1] for w in self.measured if w.split == 0)
         rows = self.apart * sum(w.shape[0] for w in self.measured if w.split == 1)
         both = columns + rows
@@ -104,7 +104,7 @@ def _discarding(operation: Operation) -> tuple[str, ...]:
 
 
 def with_adapters(operations: Sequence[Operation], model: ModelConfig) -> Iterator[Operation]:
-    """The operations of a layer with frozen weights, and adapters before those that have some."""
+    """The operations of a layer with frozen weights, and adapters before the adapted ones."""
     for operation in operations:
         adapted = [weight for weight in operation.multiplied if _is_adapted(weight, model)]
         adapters = _adapters(operation, adapted, model) if adapted else None
@@ -128,8 +128,8 @@ def with_adapters(operations: Sequence[Operation], model: ModelConfig) -> Iterat
 def _with_magnitudes(
     operation: Operation, adapted: Sequence[Weight], rerun_by: tuple[str, ...], model: ModelConfig
 ) -> Iterator[Operation]:
-    """A frozen operation, which the backward of a recomputed block repeats to its end, since what
-    is scaled is kept; and its magnitudes."""
+    """A frozen operation and its magnitudes; the backward of a recomputed block repeats it to its
+    end, since the scaled result is kept."""
     yield replace(operation, rerun_by=rerun_by)
     lengths = [
         Weight(

@@ -23,12 +23,12 @@ class StateSpace(Recurrence):
 
     @property
     def flops(self) -> int:
-        """Seven for each feature of each state."""
+        """Seven for each element of each state."""
         return 7 * self.sizes.size * self.sizes.key
 
     @property
     def rates(self) -> int:
-        """The step, by which a state both learns and forgets."""
+        """The step, which sets how fast a state learns and decays."""
         return 1
 
     def working(self, running: Running) -> float:

@@ -30,8 +30,8 @@ class Kept:
         stays: whether it is kept even if the whole layer is recomputed.
         held_by: item that counts it unless it is offloaded; offloaded alone, it is on both sides.
         scaled: features of each input of a linear layer that it is an 8-bit copy of.
-        groups: parts of the rows of these inputs that have scales of their own.
-        rows: rows of a part in a microbatch; 0: one for each token.
+        groups: rows in a microbatch of each part of these inputs that has scales of its own; empty:
+            all rows, one for each token.
     """
 
     name: str
@@ -41,8 +41,7 @@ class Kept:
     stays: bool = False
     held_by: str = ""
     scaled: tuple[float, ...] = ()
-    groups: int = 1
-    rows: float = 0.0
+    groups: tuple[float, ...] = ()
 
     @property
     def size(self) -> float:
@@ -73,7 +72,7 @@ class Operation:
 
     @property
     def frozen(self) -> bool:
-        """Whether it has weights of which none is trained, so that it makes no gradient of them."""
+        """Whether it has weights and none is trained, so that it computes no weight gradients."""
         return bool(self.weights) and not any(weight.trained for weight in self.weights)
 
     @property
@@ -97,7 +96,7 @@ class Operation:
         return *read, *self.kept_else(running)
 
     def keeps_inputs(self, running: Running) -> bool:
-        """Whether inputs are kept: for gradients of its weights, or to make its results again."""
+        """Whether inputs are kept: for gradients of its weights, or to recompute its results."""
         return not self.frozen or not {*self.rerun_by}.isdisjoint(running.remade)
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
@@ -339,8 +338,8 @@ class CoreAttention(Operation):
         return queries + running.by_key_heads(model.k_size + model.v_size, model.num_kv_heads)
 
     def _keeps_output(self, running: Running) -> bool:
-        """Whether attention keeps its output beside what reads it: ranks exchange it, or the output
-        projection keeps 8 bits of it."""
+        """Whether attention keeps its output in addition to its reader's copy: because ranks
+        exchange it, or the output projection keeps 8 bits of it."""
         narrow = running.input_bytes < running.element_bytes
         return running.exchanging_ranks > 1 or (narrow and not self.model.attention_output_gate)
 

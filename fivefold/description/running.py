@@ -28,6 +28,7 @@ class Running:
         element_bytes: bytes per element of the compute dtype.
         input_bytes: bytes per element of a linear layer's kept input; fewer in fp8 or fp4.
         scale_rows: rows of it that share a scale for each feature; inf: all; 0: one scale or none.
+        delayed_scales: whether scales are those of earlier steps, which no rows have, too.
         tensor_parallel: ranks that split heads, MLPs and vocabulary.
         sequence_parallel: whether these ranks split the tokens of everything else.
         expert_parallel: ranks that hold the experts of a layer, equally many each.
@@ -58,6 +59,7 @@ class Running:
     element_bytes: float = 2
     input_bytes: float = 2
     scale_rows: float = 0
+    delayed_scales: bool = False
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     expert_parallel: int = 1
@@ -91,6 +93,7 @@ class Running:
             element_bytes=element,
             input_bytes=0.5 if training.fp4_format else 1 if training.fp8_format else element,
             scale_rows=SCALE_ROWS.get(training.fp8_recipe, 0) if training.fp8_format else 0,
+            delayed_scales=training.delays_scales,
             tensor_parallel=parallel.tensor_model_parallel_size,
             sequence_parallel=parallel.sequence_parallel,
             expert_parallel=parallel.expert_model_parallel_size,
@@ -126,7 +129,7 @@ class Running:
         )
 
     def of_kind(self, kind: LayerKind) -> "Running":
-        """The same for layers of a kind, of which wide ones keep what they read as it is."""
+        """The same for layers of a kind; bf16 layers keep their inputs as they are."""
         if not kind.wide or self.input_bytes == self.element_bytes:
             return self
         return replace(self, input_bytes=self.element_bytes, scale_rows=0)
@@ -185,11 +188,12 @@ class Running:
         return self.rows(experts) / self.expert_tensor_parallel
 
     def narrows(self, *unless: str) -> bool:
-        """Whether a linear layer keeps 8 bits of its input: not if one of these is made again."""
+        """Whether a linear layer keeps an 8-bit copy of its input: not if one of these modules
+        recomputes it."""
         return self.input_bytes < self.element_bytes and not {*unless} & {*self.remade}
 
     def input_size(self, *unless: str) -> float:
-        """Bytes per element of what it keeps of its input; arguments as in `narrows`."""
+        """Bytes per element that it keeps of its input; arguments as in `narrows`."""
         return self.input_bytes if self.narrows(*unless) else self.element_bytes
 
     @property
@@ -240,7 +244,7 @@ def share_at_once(running: Running, rerun_by: tuple[str, ...]) -> float:
 
 
 def layer_rows(running: Running, model: ModelConfig) -> LayerRows:
-    """Rows of a layer with experts, per token of the microbatch."""
+    """Rows of a layer with experts per token of the microbatch."""
     if running.routed is not None:
         return running.routed.times(1 / running.microbatch_tokens)
     ep, etp = running.expert_parallel, running.expert_tensor_parallel
@@ -254,7 +258,7 @@ def at_place(running: Running, place: int) -> Running:
     return running if memory is running.memory else replace(running, memory=memory)
 
 
-def scale_bytes(running: Running, features: float, rows: float = 0.0) -> float:
+def scale_bytes(running: Running, features: float, rows: float | None = None) -> float:
     """Bytes per token of the scales of an 8-bit input with `features` on this rank.
 
     Scales cover the whole input of a product, where ranks split its tokens before it, too.
@@ -262,19 +266,21 @@ def scale_bytes(running: Running, features: float, rows: float = 0.0) -> float:
     Args:
         running: how the layer runs.
         features: features of the input.
-        rows: its rows in a microbatch; 0: one for each token.
+        rows: its rows in a microbatch; None: one for each token.
     """
-    if running.input_bytes >= running.element_bytes:
+    rows = running.microbatch_tokens if rows is None else rows
+    if running.input_bytes >= running.element_bytes or not (rows or running.delayed_scales):
         return 0.0
     blocks = 1.0
     if running.scale_rows:
-        blocks = features * max(ceil((rows or running.microbatch_tokens) / running.scale_rows), 1)
+        blocks = features * max(ceil(rows / running.scale_rows), 1)
     size = _EXPONENT if running.scale_rows == SCALE_ROWS["mxfp8"] else _SCALE
     return running.by_microbatch(size * blocks)
 
 
 def _normed_twice(config: Config) -> Iterator[str]:
-    """What is kept twice of each layer, as its ranks exchange heads or move them to host memory."""
+    """The tensors that each layer keeps twice because of norms, depending on the exchange of heads
+    and offloading."""
     model, parallel = config.model, config.parallel
     if not (model.qk_l2_norm or model.v_l2_norm):
         return

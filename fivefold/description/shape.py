@@ -109,7 +109,7 @@ def sets_of_predictions(model: ModelConfig, parts: StageParts) -> int:
 
 
 def prediction_prefixes(model: ModelConfig, depth: int) -> dict[str, int]:
-    """How names of parameters start in the layers of a set of weights, and the first layers that
+    """Name prefixes of the parameters of a set of prediction weights, and the first layers that
     have them."""
     first = model.num_layers + depth * model.prediction_size
     if model.mtp_hybrid_override_pattern is None:
@@ -134,7 +134,7 @@ def has_final_norm(model: ModelConfig, parts: StageParts) -> bool:
 
 
 def rotations(model: ModelConfig, parts: StageParts) -> frozenset[bool]:
-    """Of the layers of a stage that RoPE turns: whether they are those of `is_local`."""
+    """For the layers of a stage with RoPE: whether they are those of `is_local`."""
     rotated = filter(model.rotates, all_layers(model, parts))
     return frozenset(map(model.is_local, rotated))
 
@@ -259,7 +259,7 @@ def count_parameters(
 
 
 def _sizes(model: ModelConfig, layers: Iterable[int], active: bool) -> int:
-    """Parameters of layers; `active`: only as many experts as a token is sent to."""
+    """Parameters of layers; `active`: with only as many experts as a token uses."""
     kinds = kinds_of(model, layers).items()
     return sum(_size(model, kind, active) * count for kind, count in kinds)
 
@@ -278,7 +278,7 @@ class Flops:
 
     @property
     def dx(self) -> int:
-        """Those of dX, where these are of a forward: dW takes those of matrix multiplications."""
+        """The FLOPs of dX, if these are of a forward; dW takes those of matrix multiplications."""
         return self.matmul + 2 * self.attention
 
 
@@ -345,8 +345,8 @@ def training_flops(
 
 
 def trained_weights(model: ModelConfig, parts: StageParts | None) -> int:
-    """Elements of the matrices of linear layers by which a token is multiplied and which are
-    trained, the output layer's once per predicted token."""
+    """Elements of the trained matrices that multiply a token; the output layer's count once per
+    predicted token."""
     parts = parts or whole_model(model)
     kinds = kinds_of(model, all_layers(model, parts)).items()
     layers = sum(_size(model, kind, True, True, True) * count for kind, count in kinds)

@@ -49,7 +49,8 @@ def softmax_attention(model: ModelConfig, before: tuple[str, ...]) -> tuple[Oper
 
 
 def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
-    """`remade_by`: recomputed modules that make their input again."""
+    """The query, key and value projections; `remade_by`: recomputed modules that recompute their
+    input."""
     h, bias = model.hidden_size, model.qkv_bias
     queries, keys = model.num_attention_heads, model.num_kv_heads
     weights = (

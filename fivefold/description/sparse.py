@@ -71,7 +71,7 @@ class SparseAttention(CoreAttention):
         return running.microbatch_rows * sum((b - a) * min(b, most) for a, b in each)
 
     def numbers(self, running: Running) -> int:
-        """Numbers of a query that are held at once."""
+        """Numbers per query that are held at once."""
         shape, length = self.model.indexer, running.seq_length
         heads = self.model.num_attention_heads // running.tensor_parallel
         if running.reads_chosen:
@@ -79,7 +79,7 @@ class SparseAttention(CoreAttention):
         return of_all(heads, shape.heads, length)
 
     def at_once(self, running: Running) -> int:
-        """Queries of each row that are taken at once."""
+        """Number of queries of each row that are processed at once."""
         parts = row_parts(running)
         longest = running.seq_length // (2 * parts if parts > 1 else 1)
         return min(queries_at_once(running.microbatch_rows, self.numbers(running)), longest)

@@ -1,4 +1,4 @@
-"""What DeepEP's kernels ask of a run; torch-free."""
+"""Requirements of DeepEP's kernels; torch-free."""
 
 from importlib.util import find_spec
 
@@ -12,7 +12,7 @@ ROW_BYTES = 16  # of which rows are multiples
 
 
 def check_deepep(config: Config, device_type: str, *, shared: bool = False) -> None:
-    """Refuse to start ranks where DeepEP cannot send for them.
+    """Refuse to start ranks if DeepEP cannot send for them.
 
     Args:
         config: the configuration.
@@ -56,7 +56,7 @@ def check_deepep(config: Config, device_type: str, *, shared: bool = False) -> N
 
 
 def check_deepep_settings(config: Config, mistakes: Mistakes) -> None:
-    """Add what contradicts DeepEP on any machine."""
+    """Report settings that contradict DeepEP on any machine."""
     parallel = config.parallel
     if not parallel.moe_enable_deepep or config.model.num_experts is None:
         return

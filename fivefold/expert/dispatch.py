@@ -262,7 +262,8 @@ def _run_split(
 
 
 def _told(rows_E: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """[P, e] numbers of rows for each rank's experts, and from each rank for those here."""
+    """[P, e] numbers of rows sent to each rank's experts, and received from each rank for those
+    here."""
     sent_Pe = rows_E.view(group_size(group), -1)
     if group is None:
         return sent_Pe, sent_Pe

@@ -1,1 +1,1 @@
-"""What a trained model is asked: losses, tasks, and texts that it continues."""
+"""Uses a trained model: losses, tasks, and continuations of texts."""

@@ -1,4 +1,5 @@
-"""Continues rows of tokens, each new token at the cost of one, by keeping keys and values."""
+"""Continues rows of tokens; keeps keys and values, so that each new token costs one token's
+work."""
 
 from collections.abc import Sequence
 
@@ -13,10 +14,10 @@ from fivefold.tensor.linear import WholeRows
 
 
 class Decoder:
-    """What comes next in rows of tokens, of any lengths, as if each row were alone.
+    """The next token of rows of any lengths, as if each row were alone.
 
-    Rows are filled up on the left by a document of their own. Once the longest row has more tokens
-    than the window, what each token sees moves on with it, and all of the window is computed anew.
+    Rows are padded on the left with a document of their own. Once the longest row exceeds the
+    window, the window moves on, and everything in it is computed anew.
 
     Args:
         stage: a whole model, or a tensor-parallel rank's part of it.
@@ -62,7 +63,7 @@ class Decoder:
         return last_BV[:, : self._stage.model.vocab_size]
 
     def _batch(self, length: int) -> Batch:
-        """The last tokens of each row, so many with those that fill it up."""
+        """The last tokens of each row, this many including padding."""
         shape = (len(self._rows), length)
         tokens, positions, documents = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
         for number, row in enumerate(self._rows):

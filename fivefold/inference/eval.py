@@ -48,7 +48,7 @@ class Evaluated:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits that the model needs for a byte of text, which no choice of tokens changes."""
+        """Bits that the model needs for a byte of text, which does not depend on the tokenizer."""
         if not self.text_bytes:
             return None
         return self.metrics.loss * self.metrics.tokens / math.log(2) / self.text_bytes
@@ -98,7 +98,7 @@ def evaluate_run(
 
 
 def _data(run: Path, state: SavedState, config: Config, progress: Progress) -> PreparedData:
-    """The validation sets by the tokenizer of the run, wherever that came from."""
+    """The validation sets, tokenised with the run's tokenizer, wherever that came from."""
     data, training = config.data, config.training
     tokenizer = RunFolder(run).tokenizer
     if data.sft and data.tokenizer_model is not None:  # beside which the template is
@@ -114,13 +114,13 @@ def _data(run: Path, state: SavedState, config: Config, progress: Progress) -> P
 
 
 def _without_path(mistake: Mistake) -> Mistake:
-    """The mistake without a flag that training alone has."""
+    """The mistake, without a flag that only training has."""
     works = (each for each in mistake.works if not each.startswith("--data-path"))
     return replace(mistake, works=tuple(works))
 
 
 def _differs(data: PreparedData, state: SavedState) -> bool:
-    """Whether corpora have other tokens than those of which the run had its own split."""
+    """Whether corpora have other tokens than the ones that the run split."""
     then = state.loader["fingerprint"].get("data", [])
     now = [corpus.identity() for corpus in data.corpora]
     what, was = ([content(text) for text in texts] for texts in (now, then))
@@ -132,7 +132,7 @@ def evaluate_rank(
 ) -> list[EvalMetrics]:
     """Load a checkpoint, of a folder and a step, into an engine and evaluate it; collective.
 
-    Without a step it is the latest, which may have come while the data was read.
+    If no step is named it is the latest, which may be newer than when the data was prepared.
     """
     folder, step = source
     checkpoints = Checkpointer(folder, step_flag="--step")

@@ -24,11 +24,12 @@ YAML = (".yaml", ".yml")
 
 
 class HarnessModel(TemplateLM):
-    """A model as the harness asks it: log-likelihoods of continuations and of whole texts.
+    """A model with the interface of the harness: log-likelihoods of continuations and of whole
+    texts.
 
-    Texts begin as the package's own class for Hugging Face has them begin: after `opening`, the
-    tokens that are put there, if the weights came from there. An empty context is the last of
-    these, else an end of document.
+    Texts begin as in the package's own class for Hugging Face: after `opening`, the tokens that
+    transformers puts first, if the weights came from there. An empty context is the last of these,
+    else an end of document.
     """
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer, opening: Sequence[int] = ()) -> None:
@@ -72,7 +73,7 @@ class HarnessModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Refuse: `load_tasks` takes no such task."""
+        """Refuse: `load_tasks` accepts no task that generates text."""
         raise FivefoldError("tasks that generate text are not evaluated")
 
 
@@ -85,7 +86,7 @@ def evaluate_tasks(
     limit: int | None,
     device: Asked,
 ) -> dict[str, Any]:
-    """What `lm_eval.simple_evaluate` finds of a checkpoint, on one device, in fp32.
+    """The results of `lm_eval.simple_evaluate` for a checkpoint, on one device, in fp32.
 
     Args:
         run: a run folder.

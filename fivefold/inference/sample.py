@@ -59,7 +59,7 @@ def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Token
 
 
 def sampling_layout(config: Config, ranks: int) -> Layout:
-    """The layout of a run's model over tensor-parallel ranks, as it samples.
+    """The layout of a run's model over tensor-parallel ranks, for sampling.
 
     Raises:
         ConfigError: so many ranks cannot split it, or it has experts.
@@ -137,7 +137,7 @@ class Sampling:
     seed: int = 0
 
     def draw(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """A token."""
+        """Draw a token."""
         if self.temperature == 0:
             return int(logits_V.argmax())
         candidates = torch.arange(len(logits_V))
@@ -191,11 +191,11 @@ class Sampler:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank, of those that write the same, is the one that shows it."""
+        """Whether this rank shows the text that all ranks write."""
         return self._group is None or self._group.rank() == 0
 
     def agreed(self, what: T) -> T:
-        """The first rank's, on every rank."""
+        """The first rank's value, on every rank."""
         return from_first(what, self._group)
 
     def write(
@@ -206,7 +206,7 @@ class Sampler:
         *,
         opened: bool = False,
     ) -> Iterator[list[str]]:
-        """Continue prompts together; each time, what is new of every text.
+        """Continue prompts together; yields the new text of every prompt each time.
 
         Args:
             prompts: texts to continue; may be empty.
@@ -258,7 +258,7 @@ def sample_on_ranks(
 
 
 class _Text:
-    """A text that grows by tokens, and what of it has been shown.
+    """A text that grows token by token, and how much of it has been shown.
 
     `before` are tokens that it goes on after: many tokenizers leave out a space that comes first.
     """
@@ -272,7 +272,8 @@ class _Text:
         self.ended = False
 
     def add(self, token: int) -> str:
-        """What is new: bytes of one character may come in several tokens, and wait for the last."""
+        """The new text; the bytes of one character may come in several tokens, and wait for the
+        last one."""
         self.ended = self.ended or token in self._ends
         if self.ended:
             return ""

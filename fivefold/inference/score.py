@@ -15,8 +15,8 @@ Ids = tuple[int, ...]
 class Scorer:
     """Log-probabilities of continuations.
 
-    What is scored is packed: each input is a document of one row, so that nothing is padded.
-    Continuations of the same input, such as choices of one token, share it.
+    Inputs are packed: each is a document within one row, so that nothing is padded. Continuations
+    that share an input, such as choices of one token, share its computation.
 
     Args:
         stage: a whole model.

@@ -1,4 +1,4 @@
-"""Which tokens begin and end a text that a model writes: those with which it was trained."""
+"""The tokens that begin and end a text that a model writes: those with which it was trained."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class TextBounds:
 
     @classmethod
     def of(cls, run: Path, tokenizer: Tokenizer) -> "TextBounds":
-        """Those of a run's model.
+        """The bounds for a run's model.
 
         With weights from Hugging Face, a text begins with the tokens that transformers puts before
         it, and ends at any of the tokens at which its `generate` stops. Documents that a run trains

@@ -1,1 +1,1 @@
-"""Job files that start a run where people run: Slurm, Kubernetes, SkyPilot, Ray."""
+"""Job files that start a run on Slurm, Kubernetes, SkyPilot or Ray."""

@@ -1,4 +1,4 @@
-"""A run as a job of a cluster: what each kind of job file is written from."""
+"""A run as a cluster job: the information from which each kind of job file is written."""
 
 import re
 from dataclasses import dataclass, replace
@@ -51,16 +51,16 @@ class ClusterJob:
         return "cpu" if self.gpu is None else "cuda"
 
     def saved_in(self, folder: str) -> "ClusterJob":
-        """The job with a run folder, unless its settings name one."""
+        """The job with a run folder added, unless its settings name one."""
         if self.config.checkpoint.save is not None:
             return self
         return replace(self, config=self.config.with_values(save=folder))
 
 
 def started_by(command: str, recipe: str, job: ClusterJob) -> str:
-    """Lines of shell that write the recipe to a file and train by it.
+    """Lines of shell that write the recipe to a file and train with it.
 
-    torchrun kills ranks half a minute after it has passed a signal on, unless it is told otherwise.
+    torchrun kills ranks half a minute after it has passed on a signal, unless it is told otherwise.
 
     Args:
         command: torchrun, with its flags.

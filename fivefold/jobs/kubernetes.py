@@ -12,7 +12,7 @@ MANAGER = "fivefold.org/launch"
 def train_job(job: ClusterJob) -> str:
     """The text of a TrainJob; the runtime sets the variables by which torchrun finds its peers.
 
-    Runs are kept on a claim of a volume, which all pods mount; a restarted pod goes on there.
+    Runs are kept on a volume claim that all pods mount; a restarted pod resumes from there.
     """
     assert job.volume is not None and job.image is not None
     claim, path = job.volume

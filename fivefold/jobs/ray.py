@@ -49,7 +49,8 @@ if __name__ == "__main__":
 
 
 def ray_script(job: ClusterJob) -> str:
-    """The text of a Python script for `ray job submit`; a failed attempt goes on where it was."""
+    """The text of a Python script for `ray job submit`; a new attempt resumes where the failed one
+    was."""
     return _SCRIPT.format(
         name=job.name,
         nodes=job.nodes,

@@ -11,9 +11,9 @@ torchrun --nnodes "$SKYPILOT_NUM_NODES" --node_rank "$SKYPILOT_NODE_RANK" \\
 
 
 def sky_task(job: ClusterJob) -> str:
-    """The text of a task; runs are kept on a volume of SkyPilot's, which all nodes mount.
+    """The text of a task; runs are kept on a SkyPilot volume, which all nodes mount.
 
-    SkyPilot replaces machines that are lost, and starts the task again after failures of its own.
+    SkyPilot replaces lost machines, and restarts the task after failures of its own.
     """
     assert job.volume is not None and job.image is not None
     volume, path = job.volume

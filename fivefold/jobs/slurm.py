@@ -1,4 +1,4 @@
-"""An sbatch file, whose job requeues itself: before its time is over, and after a failure."""
+"""An sbatch file whose job requeues itself before its time is over, and after a failure."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""The constants of a machine that runs on it can teach, and how far each may be off beforehand."""
+"""The machine constants that runs can determine, and their uncertainty beforehand."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +15,8 @@ _LEAST_LOST, _MOST_LOST = 0.02, 0.98  # shares between which odds say something
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant of a cluster, moved by factors; a rate and the times it gives move as one.
+    """A constant of a cluster, changed by a factor; a rate and the times that follow from it change
+    together.
 
     Attributes:
         name: name for people.
@@ -41,7 +42,8 @@ class Constant:
 
 
 def _scaled(*paths: str) -> Callable[[Cluster, float], Cluster]:
-    """Moves fields of a cluster together, such as "gpu.launch", within what its file may say."""
+    """Scales fields of a cluster together, such as "gpu.launch", within the limits of a cluster
+    file."""
 
     def moved(cluster: Cluster, factor: float) -> Cluster:
         for path in paths:
@@ -56,7 +58,7 @@ def _scaled(*paths: str) -> Callable[[Cluster, float], Cluster]:
 
 
 def _overlap(cluster: Cluster, factor: float) -> Cluster:
-    """Moves the odds of the share of overlapped time that is lost."""
+    """Scales the odds of the share of overlapped time that is lost."""
     if factor == 1.0:
         return cluster
     lost = min(max(cluster.gpu.overlap_slowdown, _LEAST_LOST), _MOST_LOST)
@@ -153,7 +155,7 @@ deviation of its logarithm; by whether the kind of GPU is known."""
 
 
 def moved(cluster: Cluster, shifts: Iterable[float]) -> Cluster:
-    """The cluster whose constants are moved by logarithms, one for each of `CONSTANTS`."""
+    """The cluster with its constants changed by these logarithms, one for each of `CONSTANTS`."""
     for constant, shift in zip(CONSTANTS, shifts, strict=True):
         cluster = constant.moved(cluster, exp(shift))
     return cluster

@@ -1,4 +1,4 @@
-"""What runs say of a machine: its constants by Bayes' rule, with all that stays uncertain.
+"""A machine's constants fitted to runs by Bayes' rule, with their uncertainty.
 
 The logarithm of a step's time is the planner's, as a function of the logarithms of the machine's
 constants, plus what the planner does not explain of a layout, plus the noise of its measurement.
@@ -48,7 +48,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Posterior:
-    """A machine as runs on it have shown it.
+    """A machine with constants fitted to runs on it.
 
     Attributes:
         prior: the machine before.
@@ -95,14 +95,14 @@ class Posterior:
 
 
 def without_runs(cluster: Cluster) -> Posterior:
-    """The machine of which no run is known."""
+    """The prior, before any run is known."""
     doubts = np.array([constant.doubt(cluster) for constant in CONSTANTS])
     unexplained = UNEXPLAINED[cluster.gpu.name in GPUS]
     return Posterior(cluster, np.zeros(len(doubts)), np.diag(doubts**2), unexplained)
 
 
 def learned(cluster: Cluster, observations: Sequence[Observation]) -> Posterior:
-    """The machine as these runs show it.
+    """The machine fitted to these runs.
 
     Args:
         cluster: what is known beforehand.
@@ -191,5 +191,6 @@ def _slopes(layouts: Sequence[Layout], cluster: Cluster, shifts: Vector) -> NDAr
 
 
 def half_width(spread: float) -> float:
-    """The factor from the middle to an end of the 80 % interval of such a logarithm."""
+    """The factor from the middle to an end of the 80 % interval of a logarithm with this
+    deviation."""
     return exp(NORMAL_80 * spread)

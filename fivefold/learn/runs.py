@@ -1,4 +1,4 @@
-"""The step times that finished runs have measured."""
+"""Step times measured by finished runs."""
 
 from collections.abc import Sequence
 from math import log, sqrt
@@ -22,7 +22,7 @@ UNKNOWN_NOISE = 0.3
 
 
 def observed(folder: Path) -> tuple[Observation, Story]:
-    """What a run says of a step's time in its layout.
+    """A run's measured step time in its layout.
 
     The first step of each start, which prepares much, is left out, and so are those of starts by
     another command, with other settings or on another number of ranks.

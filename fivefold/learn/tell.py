@@ -1,4 +1,4 @@
-"""What runs have taught, in words."""
+"""Reports what was learned from runs."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -19,7 +19,7 @@ _NARROWED = 0.8  # share of its doubt above which nothing was learned of a const
 
 
 def runs_table(known: Posterior) -> Iterator[str]:
-    """The runs: measured, and predicted before and after they were known."""
+    """The runs: measured step times, and predictions before and after fitting."""
     rows: list[tuple[str, ...]] = [("run", "measured", "predicted", "off", "now", "off", "layout")]
     for run, *predicted in _before_and_now(known):
         told = ((human_seconds(each), percent(each / run.seconds - 1)) for each in predicted)
@@ -74,7 +74,8 @@ def constants_table(known: Posterior) -> Iterator[str]:
 
 
 def record(known: Posterior) -> dict[str, Any]:
-    """What was learned as a value for JSON; times in seconds, rates in bytes or FLOPs a second."""
+    """The fitted machine as a value for JSON; times in seconds, rates in bytes or FLOPs per
+    second."""
     return {
         "runs": [
             {"run": run.name, "measured": run.seconds, "before": old, "now": new}
@@ -93,7 +94,8 @@ def record(known: Posterior) -> dict[str, Any]:
 
 
 def gain(known: Posterior, run: Layout, best: Layout) -> tuple[float, float]:
-    """The share by which `best` is expected to be faster than a run's layout, and how sure that is.
+    """The share by which `best` is expected to be faster than a run's layout, and the probability
+    that it is faster.
 
     The second number is the probability that it is faster at all. What is uncertain of a constant
     is so of both layouts alike.
@@ -106,7 +108,7 @@ def gain(known: Posterior, run: Layout, best: Layout) -> tuple[float, float]:
 
 
 def advice(known: Posterior, run: Observation, best: Layout) -> str:
-    """What a run could gain, as one sentence."""
+    """What a run could gain, in one sentence."""
     share, sure = gain(known, run.layout, best)
     if share <= 0 or sure < 0.5:
         return f"{run.name}: no layout is expected to be faster"

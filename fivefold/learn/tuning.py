@@ -1,4 +1,4 @@
-"""Which layout to try next on a machine, and when to stop: by what a trial is expected to gain.
+"""Decides which layout to try next on a machine, and when to stop: by the expected gain of a trial.
 
 Each trial's time goes into the posterior of the machine's constants, so that one layout's trial
 tells of all others. The next one is that with the largest expected improvement over the best so far
@@ -23,12 +23,13 @@ CLOSE = 0.05  # share of a step within which layouts are measured again, beside 
 POSSIBLE = 4  # further machines whose best layouts are candidates for a trial
 FINALISTS = 4  # most layouts that are measured again
 Attempt = Callable[[Layout, int], tuple[list[float], str]]
-"""Trains a layout for a number of steps: seconds of each, and why it failed or nothing."""
+"""Trains a layout for a number of steps; returns the seconds of each, and why it failed (empty if
+it did not)."""
 
 
 @dataclass
 class Tried:
-    """A layout that was tried, a fact from then on.
+    """A layout that was tried.
 
     Attributes:
         layout: the layout.
@@ -48,7 +49,7 @@ class Tried:
 
     @property
     def usual(self) -> float:
-        """Usual seconds of a step."""
+        """Median seconds of a step."""
         return median(self.times)
 
 
@@ -76,7 +77,7 @@ class Tuning:
 
     @property
     def known(self) -> Posterior:
-        """The machine as the trials so far show it."""
+        """The machine fitted to the trials so far."""
         runs = [
             Observation(f"trial {n}", each.layout, each.usual, noise_of(each.times))
             for n, each in enumerate(self.tried, 1)
@@ -112,7 +113,7 @@ class Tuning:
             yield one
 
     def halve(self) -> Iterator[Tried]:
-        """Measure the close ones again, half of them each round; yields each measured one."""
+        """Measure the close layouts again, half of them each round; yields each measured one."""
         steps, left = 2 * self.steps, self._close()
         while len(left) > 1:
             for one in left:
@@ -122,7 +123,7 @@ class Tuning:
             left, steps = left[: max(1, len(left) // 2)], 2 * steps
 
     def _possible(self, known: Posterior) -> Iterator[Cluster]:
-        """Machines on which one constant is as far off as it may well be; in turn, some a trial."""
+        """Machines on which one constant deviates plausibly; a few in each trial, in turn."""
         ways = [(index, sign) for sign in (1.0, -1.0) for index in range(len(known.shifts))]
         for turn in range(POSSIBLE):
             index, sign = ways[(POSSIBLE * len(self.tried) + turn) % len(ways)]
@@ -139,12 +140,12 @@ class Tuning:
         return best.usual * normal.cdf(far) - exp(mean + spread**2 / 2) * normal.cdf(far - spread)
 
     def _cost(self, step: float) -> float:
-        """Seconds of a trial of a layout: the start of others, and its steps."""
+        """Seconds of a trial of a layout: a start like those of others, and its steps."""
         starts = [t.seconds - sum(t.times) for t in self.tried]
         return max(fmean(starts), 0.0) + self.steps * step
 
     def _close(self) -> list[Tried]:
-        """Those that may be as fast as the best one, the fastest first."""
+        """Layouts that may be as fast as the best one, the fastest first."""
         ranked = sorted((t for t in self.tried if t.times), key=lambda t: t.usual)
 
         def near(one: Tried) -> bool:

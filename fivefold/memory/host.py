@@ -33,7 +33,7 @@ class HostLink:
         self.seconds = 0.0
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] of host memory that stays for the run: on CUDA pinned where it is.
+        """[numel] buffer of host memory that is kept for the run; on CUDA pinned in place.
 
         torch's own pinned allocator rounds up to powers of two, which may double a large room.
         """

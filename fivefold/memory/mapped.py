@@ -1,4 +1,4 @@
-"""Tensors that lie in files: read and written in parts that are checked, and mapped besides."""
+"""Tensors in files, read and written in checked parts, and also memory-mapped."""
 
 import errno
 import mmap
@@ -19,11 +19,11 @@ from fivefold.files import crc32
 from fivefold.units import human_bytes
 
 Part = tuple[Hashable, slice]
-"""Elements of a tensor, by its name, that are read and written at once."""
+"""Elements of a tensor that are read and written at once, by its name."""
 
 
 class MappedTensors:
-    """Tensors in one file, of which parts are read into memory, and written back.
+    """Tensors in one file, whose parts are read into memory and written back.
 
     Every part has a checksum from the time at which it was written. The tensors are mapped as well,
     for what is not done in every step; pages that the system has room for stay in its page cache.
@@ -69,7 +69,7 @@ class MappedTensors:
             self.tensors[name] = flat.view(like.dtype).view(like.shape)
 
     def read(self, part: Part, onto: Tensor, whose: str) -> None:
-        """Read a part into memory, once it has been written or sealed.
+        """Read a part into memory, after it has been written or sealed.
 
         Args:
             part: elements to read.
@@ -97,14 +97,14 @@ class MappedTensors:
         self._sums[part[0], self._transfer(os.pwritev, part, bytes_, "written")] = checked
 
     def seal(self, parts: Iterable[Part]) -> None:
-        """Take what was written to the mapped tensors as what is to come back."""
+        """Compute the checksums of what was written to the mapped tensors."""
         for name, elements in parts:
             flat = self.tensors[name].view(-1)[elements]
             self._sums[name, self._place(name, elements)] = crc32(_bytes_of(flat))
         self.leave()
 
     def leave(self) -> None:
-        """Let mapped pages leave this process; what was written to them is not lost."""
+        """Release mapped pages from this process; written data is not lost."""
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
 
@@ -148,7 +148,8 @@ def _new_file(folder: Path, nbytes: int, flag: str, what: str) -> Any:
 
 
 def _reserve(file: Any, nbytes: int) -> None:
-    """Take the room for all bytes of a file, so that mapped pages can be written on a full disk."""
+    """Allocate all bytes of a file on the disk, so that mapped pages can be written even if it
+    fills up."""
     if sys.platform == "linux":
         os.posix_fallocate(file.fileno(), 0, nbytes)
     else:  # macOS has no such call

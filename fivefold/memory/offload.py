@@ -68,15 +68,15 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
 
 
 def _move_projected(mixer: LayerBlock, host: "Host") -> None:
-    """Offload what projections to queries, keys and values save, with their adapters; but not
-    latents of which recomputation makes these again, since it holds them on the device."""
+    """Offload what the query, key and value projections and their adapters save, except latents
+    from which recomputation makes these again, since it keeps them on the device."""
     mixer.project_whole = host.moving(mixer.project_whole)  # type: ignore[method-assign]
     if not isinstance(mixer, LatentAttention) or mixer.up is plain_up:
         mixer.project = host.moving(mixer.project)  # type: ignore[method-assign]
 
 
 def _state(layers: Any, inside: Any, x_TH: Tensor, *rest: Any) -> set[int]:
-    """The memory of the input, among the arguments of layers that run again."""
+    """The memory of the input, among the arguments of repeated layers."""
     return {_memory(x_TH)}
 
 
@@ -199,7 +199,7 @@ class Host:
         return run
 
     def hold(self, x: Tensor) -> Callable[[], Tensor]:
-        """Keep what a function read that was moved, to run it again; where its copy is."""
+        """Keep an offloaded input of a function for repeating it, as its copy."""
         if not torch.is_grad_enabled() or x.untyped_storage().nbytes() < self._least:
             return lambda: x
         copy, size, stride = self._copy_of(x.detach()), x.size(), x.stride()

@@ -1,4 +1,4 @@
-"""Weights that lie in host memory or in files, and visit the device for each gather.
+"""Weights in host memory or in files, which are copied to the device for each gather.
 
 As in ZeRO-Infinity (Rajbhandari et al., SC 2021; DeepSpeed's `offload_param`): the device holds the
 weights of those blocks only that compute or are about to. Which blocks are read next is known from
@@ -23,7 +23,7 @@ from fivefold.mesh.slices import local_tensor
 
 
 class OffloadedParameters:
-    """The weights of blocks that are not on the device, in the type in which it computes.
+    """The weights of blocks that are off the device, in the compute type.
 
     Args:
         blocks: blocks of this rank, each gathered at once.
@@ -68,11 +68,11 @@ class OffloadedParameters:
         return name in self._of
 
     def __getitem__(self, name: str) -> Tensor:
-        """This rank's part of a weight, where it lies."""
+        """This rank's part of a weight, where it is stored."""
         return self._of[name].weights[name]
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is in host memory: weights, or rooms for those that come from files."""
+        """Everything in host memory: weights, or buffers for weights that come from files."""
         yield from self._rooms
         yield from (held.flat for held in self._blocks.values() if held.mapped is None)
 
@@ -82,23 +82,22 @@ class OffloadedParameters:
 
     @property
     def moving_seconds(self) -> float:
-        """Seconds of reading, and of copies that the host itself makes."""
+        """Seconds of reading, and of copies made by the host itself."""
         return self._reading + self.link.seconds
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds of these for which the host waited."""
+        """Seconds of these during which the host waited."""
         return self._waited + self.link.seconds
 
     @torch.no_grad()
     def write(self, name: str, elements: slice, weight: Tensor) -> None:
-        """Replace elements of this rank's part of a weight, cast to the type in which the device
-        computes."""
+        """Replace elements of this rank's part of a weight, cast to the compute type."""
         self._drop()
         self._of[name].write(name, elements, weight)
 
     def follow(self, order: Iterable[AwayShards]) -> None:
-        """Tell which blocks will be gathered, in order; the first are read from now on."""
+        """Set the order in which blocks will be gathered; reading ahead starts now."""
         self._drop()
         self._order, self._at = list(order), 0
         self._read_ahead()
@@ -120,7 +119,7 @@ class OffloadedParameters:
         return mark
 
     def _turn_to(self, block: AwayShards) -> None:
-        """Go on from a block that was not expected yet, or not at all."""
+        """Continue from a block that was not expected next."""
         self._drop()
         if block in self._order[self._at :]:
             self._at = self._order.index(block, self._at)
@@ -136,21 +135,21 @@ class OffloadedParameters:
                 self._ahead.append((room, seconds))
 
     def _read(self, held: "_BlockWeights", room: int, mark: Mark) -> float:
-        """Read a block into a room that has been copied from; seconds that it took."""
+        """Read a block into a free buffer; returns the seconds that it took."""
         self.link.arrive(mark)
         began = time.perf_counter()
         held.read(self._rooms[room])
         return time.perf_counter() - began
 
     def _drop(self) -> None:
-        """Forget what was read ahead."""
+        """Discard what was read ahead."""
         for _, seconds in self._ahead:
             seconds.cancel()
         self._ahead.clear()
 
 
 class _BlockWeights:
-    """The weights of a block, one after the other, in host memory or in a file.
+    """The weights of a block, contiguous in host memory or in a file.
 
     Attributes:
         flat: all of them, with the padding of short shards.
@@ -186,7 +185,8 @@ class _BlockWeights:
         return self.flat.nbytes
 
     def write(self, name: str, elements: slice, weight: Tensor) -> None:
-        """Replace elements of a weight, each once in an update; when all are, others are read."""
+        """Replace elements of a weight, each once per update; when all are replaced, the file is
+        sealed."""
         self.weights[name].view(-1)[elements].copy_(weight.view(-1))
         self._unwritten -= weight.numel()
         if not self._unwritten:
@@ -195,6 +195,6 @@ class _BlockWeights:
                 self.mapped.seal([self._whole])
 
     def read(self, room: Tensor) -> None:
-        """Read the file into a room of bytes."""
+        """Read the file into a buffer of bytes."""
         assert self.mapped is not None
         self.mapped.read(self._whole, room[: self.nbytes], self._name)

@@ -73,7 +73,7 @@ def _install_modules(
 
 
 def _recomputed_layers(stage: Stage, memory: MemoryConfig) -> Iterator[TransformerLayer]:
-    """The layers of a stage that full recomputation runs again."""
+    """The layers of a stage that full recomputation repeats."""
     layers = stage.transformer_layers
     for group, again in memory.recomputed_groups(len(stage.layers)):
         yield from (layers[place] for place in group if again)
@@ -108,11 +108,11 @@ class RecomputedLayers:
 
 
 Hold = Callable[[Tensor], Callable[[], Tensor]]
-"""Keeps a tensor from which others are recomputed: gives it back then."""
+"""Keeps a tensor from which others are recomputed, and returns it then."""
 
 
 def plain_hold(x: Tensor) -> Callable[[], Tensor]:
-    """Keeps it as it is; replaced where it is offloaded."""
+    """Keep it on the device; offloading replaces this function."""
     return lambda: x
 
 
@@ -215,7 +215,7 @@ def _recomputed_kernel(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _again(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Run a function that the backward runs again."""
+    """Run a function that the backward repeats."""
     result: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return result
 

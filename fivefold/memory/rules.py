@@ -20,7 +20,7 @@ def check_techniques(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_latents(config: Config, mistakes: Mistakes) -> None:
-    """Recomputation of q, k and v from latents, and settings that would keep q, k and v anyway."""
+    """Report recomputation of q, k and v from latents, if other settings keep q, k and v."""
     memory, parallel, moved = config.memory, config.parallel, config.memory.moved_items
     if config.model.is_sparse and "qkv_linear" in moved:
         mistakes.add(
@@ -85,7 +85,7 @@ def _check_recompute(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_norms(config: Config, mistakes: Mistakes) -> None:
-    """Techniques for norms before attention and MLP, in a model that has none there."""
+    """Report techniques for norms before attention and MLP, if the model has none there."""
     memory, moves = config.memory, config.memory.fine_grained_activation_offloading
     if config.model.parallel_residual_one_norm:
         _check_one_norm(config, mistakes)
@@ -112,7 +112,8 @@ def _check_norms(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_branch_norms(memory: MemoryConfig, mistakes: Mistakes) -> None:
-    """Offloading of what one norm before a mixture would read or make."""
+    """Report offloading of the input or output of the one norm before a mixture, if branches have
+    their own norms."""
     several = "moe_branch_norms has a norm for each branch of a mixture, not one"
     if "mlp_norm" in memory.offload_modules:
         mistakes.add(
@@ -127,7 +128,7 @@ def _check_branch_norms(memory: MemoryConfig, mistakes: Mistakes) -> None:
 
 
 def _check_one_norm(config: Config, mistakes: Mistakes) -> None:
-    """Offloading of what a norm reads or makes, where it is that of attention and of the MLP."""
+    """Report offloading of a norm's input or output if attention and MLP share the norm."""
     memory = config.memory
     if not memory.fine_grained_activation_offloading:
         return
@@ -146,7 +147,7 @@ def _check_one_norm(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_tiles(config: Config, mistakes: Mistakes) -> None:
-    """Tiles of dense MLPs in a model that has none."""
+    """Report tiles of dense MLPs in a model without dense MLPs."""
     model, tiles = config.model, config.memory.tiled_mlp_num_shards
     if tiles > 1 and not model.has_dense_layers:
         mistakes.add(
@@ -157,7 +158,7 @@ def _check_tiles(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_compile(config: Config, mistakes: Mistakes) -> None:
-    """Memory techniques whose hooks lie inside compiled code."""
+    """Report memory techniques whose hooks would be inside compiled code."""
     memory, hooks, others = config.memory, set[str](), []
     if memory.recompute_granularity == "selective":
         inside = "mlp moe layernorm mla_up_proj a2a_overlap_attn a2a_overlap_post_attn"

@@ -62,7 +62,7 @@ def _run(
 
 
 def never_defer(mlp: MLP) -> None:
-    """Keep an MLP's weight gradients in its backward: a deferred one keeps what a tile discards."""
+    """Keep an MLP's weight gradients in its backward: deferring would keep what a tile discards."""
     for seam in ("column", "row", "whole"):
         held = getattr(mlp, seam)
         if isinstance(held, ColumnAlone | ColumnParallel | RowParallel):
@@ -70,7 +70,7 @@ def never_defer(mlp: MLP) -> None:
 
 
 class _Sum:
-    """Gives out a parameter several times, and adds up the gradients of all uses.
+    """Hands out a parameter several times, and sums the gradients of all uses.
 
     Args:
         parameter: this rank's part of the parameter.
@@ -87,7 +87,7 @@ class _Sum:
         return parameter
 
     def add(self, grad: Tensor) -> Tensor | None:
-        """Add the gradient of one use; the sum, once it is complete.
+        """Add the gradient of one use; returns the sum when it is complete.
 
         Then it is kept no longer: this lives until the backward of all layers ends.
         """

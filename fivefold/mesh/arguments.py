@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Places:
-    """Where the arguments of an operation stand.
+    """Positions of the arguments of an operation.
 
     Attributes:
         gives: place of the tensors that are read; None: none are.

@@ -1,4 +1,4 @@
-"""Divides tensors into buckets, which travel in one message or are updated at once; torch-free."""
+"""Groups tensors into buckets that are sent or updated together; torch-free."""
 
 from collections.abc import Iterable, Iterator
 

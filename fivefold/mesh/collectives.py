@@ -42,7 +42,7 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 
 def gather_objects(own: T, group: dist.ProcessGroup | None) -> list[T]:
-    """What each rank of a group has, of any kind, in rank order."""
+    """An object from each rank of a group, in rank order."""
     if group is None:
         return [own]
     found = [own] * group.size()
@@ -51,7 +51,7 @@ def gather_objects(own: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def from_first(own: T, group: dist.ProcessGroup | None) -> T:
-    """What the first rank of a group has, of any kind, on every rank."""
+    """The object of the first rank of a group, on every rank."""
     if group is None:
         return own
     told = [own]
@@ -62,7 +62,7 @@ def from_first(own: T, group: dist.ProcessGroup | None) -> T:
 def start_all_reduce(
     x: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Pending:
-    """Sum `x` over the group in place, or what `op` says. Sends 2(P-1)/P of its bytes."""
+    """Reduce `x` over the group in place, by sum or by `op`. Sends 2(P-1)/P of its bytes."""
     if group is None:
         return Pending([], lambda: x)
     work = dist.all_reduce(x, op=op, group=group, async_op=True)
@@ -272,7 +272,7 @@ def start_row_exchange(
 
 
 def exchange_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send the i-th row of [P, ...] to rank i of P; the rows that ranks sent here, in order."""
+    """Send the i-th row of [P, ...] to rank i of P; returns the rows received, in rank order."""
     out, each = torch.empty_like(x, memory_format=torch.contiguous_format), [1] * len(x)
     start_row_exchange(x, out, each, each, group).wait()
     return out

@@ -25,7 +25,7 @@ DEGREES = {
 
 
 def grid_of(parallel: ParallelConfig) -> Grid:
-    """The grid of degrees of which none is left to infer."""
+    """The grid of degrees that are all known."""
     return Grid(
         **{axis: getattr(parallel, name) for axis, name in DEGREES.items()},
         ep=parallel.expert_model_parallel_size,
@@ -82,7 +82,7 @@ def _explain_world(
     passes: Callable[[Config], bool],
     mistakes: Mistakes,
 ) -> None:
-    """Add the mistake that the ranks cannot be split like this, with splits that work."""
+    """Report that the ranks cannot be split like this, with splits that work."""
     unknown = [axis for axis, size in sizes.items() if size == -1]
     given = {axis: size for axis, size in sizes.items() if size != -1}
     known = prod(given.values())
@@ -141,7 +141,7 @@ def _with_whole_batch(config: Config) -> Config:
 
 
 def _in_words(config: Config, asked: Config, others: Iterable[str]) -> str:
-    """The flags of a split, including batch and replicas if these differ from the given ones."""
+    """The flags of a split, including batch and replicas if they differ from the given ones."""
     parallel, batch = config.parallel, config.training.global_batch_size
     words = [
         f"--tp {parallel.tensor_model_parallel_size} --pp {parallel.pipeline_model_parallel_size}",

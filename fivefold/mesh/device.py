@@ -1,4 +1,4 @@
-"""Which kernels and collectives are taken for a tensor: those of GPUs, or those of CPUs."""
+"""Chooses between the kernels and collectives of GPUs and of CPUs for a tensor."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 REHEARSED_GPUS = "rehearsed_gpus"
-"""Name of the back end whose groups stand for those of GPUs in a rehearsal, and move nothing."""
+"""Name of the back end for rehearsals: its groups stand for those of GPUs, and move nothing."""
 
 TRITON: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
 """Options of kernels that do not say otherwise. Triton 3.10 fuses no products and sums unless it is
@@ -24,12 +24,12 @@ def uses_gpu_kernels(x: Tensor) -> bool:
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether a Triton kernel of ours runs for `x`; what torch.compile traces makes its own."""
+    """Whether our Triton kernels run for `x`; code that torch.compile traces does not use them."""
     return uses_gpu_kernels(x) and not torch.compiler.is_compiling() and _has_triton()
 
 
 def multiply_(x: Tensor, factor: Tensor) -> Tensor:
-    """`x` times a scalar of a wider type, in place; only the product is rounded.
+    """Multiply `x` in place by a scalar of a wider type, rounding only the product.
 
     A GPU first rounds a scalar without dims to the type of `x`, by up to 0.2 % to bf16. A CPU does
     not, and would widen `x` in memory for one with dims.
@@ -40,7 +40,7 @@ def multiply_(x: Tensor, factor: Tensor) -> Tensor:
 def launch(
     kernel: Any, grid: tuple[int, ...], x: Tensor, /, *arguments: Any, **constants: Any
 ) -> None:
-    """Run a Triton kernel of ours, which writes into tensors that it gets; shapes stay as they are.
+    """Run one of our Triton kernels, which writes into given tensors; without values, do nothing.
 
     Args:
         kernel: the kernel.
@@ -71,5 +71,5 @@ def _has_triton() -> bool:
 
 
 def exchanges_in_pairs(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether pairs of ranks exchange messages where the back end's own collectives are slow."""
+    """Whether ranks exchange messages in pairs, because the back end's own collectives are slow."""
     return not x.is_cuda and dist.get_backend(group) != REHEARSED_GPUS

@@ -1,4 +1,4 @@
-"""Whom gloo's threads give way to."""
+"""Lowers the priority of gloo's threads below that of threads that compute."""
 
 import os
 import sys
@@ -6,18 +6,18 @@ from contextlib import suppress
 from pathlib import Path
 
 BEHIND = 5
-"""By how much the nice value of gloo's loops is above that of the thread that made their groups."""
+"""How much higher the nice value of gloo's threads is than that of the thread that made their
+groups."""
 _LOOP = "gloo_tcp_loop"
 _NICEST = 19
 
 
 def loops_give_way() -> None:
-    """Let the threads in which gloo waits for messages give way to threads that compute.
+    """Make threads in which gloo waits for messages yield to threads that compute.
 
-    Such a loop tries the lock of a connection and, if another thread sends there, looks again for
-    what has come, at once and over and over. With more ranks than cores it so takes the core of
-    the thread whose lock it wants. Linux has a nice value for each thread; elsewhere nothing is
-    changed. See sched(7).
+    Such a thread tries to lock a connection and, if another thread is sending there, polls again at
+    once. With more ranks than cores it thus occupies the core of the thread whose lock it wants.
+    Linux has a nice value for each thread; elsewhere nothing is changed. See sched(7).
     """
     if sys.platform != "linux":
         return

@@ -56,7 +56,7 @@ class Grid:
 
     @property
     def expert_shards(self) -> int:
-        """Number of ranks that share the state of an expert's parameter, where state is shared."""
+        """Number of ranks that share the state of an expert's parameter, if state is sharded."""
         return self.edp // gcd(self.edp, self.dp_replicate)
 
     def size(self, axis: str) -> int:
@@ -110,8 +110,8 @@ class Grid:
         return tuple(members)
 
     def holders(self, rank: int, *, sharded: bool) -> tuple[int, ...]:
-        """The ranks that hold the parts of the same dense matrices and, if that is `sharded`, of
-        their state: by shard, then by part."""
+        """The ranks that hold parts of the same dense matrices and, if `sharded`, of their state:
+        by shard, then by part."""
         return self.group_of(rank, ("dp_shard", "cp", "tp") if sharded else ("tp",))
 
     def expert_shard_ranks(self, rank: int, shards: int) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ class Grid:
         return ranks[block * shards : (block + 1) * shards]
 
     def expert_holders(self, rank: int, shards: int) -> tuple[int, ...]:
-        """The ranks that hold the parts of the same experts and of their state: by shard, then by
+        """The ranks that hold parts of the same experts and of their state: by shard, then by
         part."""
         return tuple(
             holder

@@ -64,7 +64,7 @@ def uses_nccl() -> bool:
 
 
 def _as_on_gpus() -> bool:
-    """Whether groups are those of GPUs, NCCL's or such that behave alike."""
+    """Whether groups behave like NCCL's on GPUs."""
     config = dist.get_backend_config()
     return uses_nccl() or SHARED_GPU in config or REHEARSED_GPUS in config
 
@@ -295,7 +295,8 @@ def _expert_groups(
 
 
 def _node_groups(ranks: tuple[int, ...], rank: int, sizes: NodeSizes) -> NodeGroups:
-    """Groups of their own, so that theirs are told from other messages among the same ranks."""
+    """ZeRO++'s groups within and between nodes; separate groups, so that messages are not confused
+    with others."""
     hpz = qgz_inner = qgz_outer = None
     if sizes.hpz > 1:
         hpz = new_group(parts_of(ranks, rank, sizes.hpz)[0])
@@ -305,13 +306,13 @@ def _node_groups(ranks: tuple[int, ...], rank: int, sizes: NodeSizes) -> NodeGro
 
 
 class _Made:
-    """Groups by their ranks, so that axes with the same ranks share a group."""
+    """Created groups by their ranks; axes with the same ranks share a group."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def group(self, ranks: tuple[int, ...], *, urgent: bool = False) -> dist.ProcessGroup:
-        """The group of these ranks, `urgent` if whoever asks first says so."""
+        """The group of these ranks; `urgent` is decided by the first caller."""
         if ranks not in self._groups:
             self._groups[ranks] = new_group(ranks, urgent=urgent)
         return self._groups[ranks]
@@ -324,7 +325,7 @@ class _Made:
 
 
 def _apart(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A separate group, so that its messages never wait for gradients."""
+    """A separate group, whose messages never wait for gradients."""
     return new_group(ranks, urgent=True) if len(ranks) > 1 else None
 
 
@@ -348,10 +349,10 @@ def _lines(pp_ranks: tuple[int, ...], here: int) -> dict[tuple[int, int], dist.P
 
 
 def neighbours_by_round(ranks: int, here: int) -> list[int | None]:
-    """A rank's neighbour in a ring of `ranks`, or None, in each of at most three rounds.
+    """A rank's neighbour in a ring of `ranks`, or None, in each of up to three rounds.
 
-    Every two neighbours meet in one round, and nobody meets two in the same: if all take the rounds
-    in turn, no chain of ranks waits for one another.
+    Every two neighbours meet in exactly one round, and no rank meets two in the same round. If all
+    ranks follow the rounds in turn, no chain of ranks waits for one another.
     """
     if ranks < 3:
         return [1 - here] * (ranks - 1)
@@ -364,7 +365,7 @@ def neighbours_by_round(ranks: int, here: int) -> list[int | None]:
 def _mesh(
     grid: Grid, rank: int, device_type: str, made: _Made, along: Mapping[str, tuple[int, ...]]
 ) -> DeviceMesh:
-    """The mesh of one pipeline rank's parameters, from groups that exist already.
+    """The mesh of one pipeline rank's parameters, from existing groups.
 
     Args:
         grid: grid of all ranks.

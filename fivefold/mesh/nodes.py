@@ -1,4 +1,4 @@
-"""How many ranks of a sharding group are neighbours in a node, for ZeRO++; torch-free."""
+"""Sizes of ZeRO++'s node groups within a sharding group; torch-free."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -9,7 +9,7 @@ from fivefold.mesh.grid import Grid
 
 @dataclass(frozen=True)
 class NodeSizes:
-    """Consecutive ranks of a sharding group that lie in a node; 1: it is not divided.
+    """Number of consecutive ranks of a sharding group that are in one node; 1: undivided.
 
     Attributes:
         hpz: ranks that keep a second copy of weights together.
@@ -26,7 +26,7 @@ class NodeSizes:
 
     @classmethod
     def of_experts(cls, parallel: ParallelConfig, grid: Grid) -> Self:
-        """The sizes for experts, whose shards lie as much further apart as they are fewer."""
+        """The sizes for experts, which have fewer shards that are farther apart."""
         dense = cls.of(parallel)
         return cls(experts_within(dense.hpz, grid), experts_within(dense.qgz, grid))
 
@@ -45,6 +45,6 @@ def experts_within(size: int, grid: Grid) -> int:
 def parts_of(
     ranks: tuple[int, ...], rank: int, size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ranks of a rank's node, and those with its place in every node."""
+    """The ranks of a rank's node, and the ranks in its place in every node."""
     node, place = divmod(ranks.index(rank), size)
     return ranks[node * size : (node + 1) * size], ranks[place::size]

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter in one part for each rank, for a computation that takes turns.
+"""All-gather and reduce-scatter in one part per rank, interleaved with computation.
 
 The parts of an all-gather are used as they arrive, those of a reduce-scatter are sent as they are
 made, so that messages travel while the computation works on another part. In round k a rank sends
@@ -19,7 +19,7 @@ from fivefold.mesh.collectives import Pending, sum_in_order
 
 @dataclass(frozen=True)
 class _Round:
-    """A message that comes and one that goes; on CUDA both are one work."""
+    """A message received and one sent; on CUDA both are one work."""
 
     rows: slice
     coming: dist.Work
@@ -61,7 +61,7 @@ class Arriving:
 def start_sum_of_parts(
     make: Callable[[slice], Tensor], length: int, group: dist.ProcessGroup
 ) -> Pending:
-    """Reduce-scatter whose parts are sent as they are made: those of other ranks first.
+    """Reduce-scatter whose parts are sent as they are computed, those of other ranks first.
 
     Args:
         make: makes this rank's summands of some rows, contiguous.

@@ -38,7 +38,8 @@ def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
 
 
 def _groups_setting(model: ModelConfig) -> str:
-    """The setting of what ranks split of layers with states."""
+    """The setting with the number of groups (or key heads) that ranks split in layers with
+    states."""
     if model.experimental_attention_variant == "short_convolution":
         return "num_attention_heads"
     hybrid = model.hybrid_override_pattern is not None

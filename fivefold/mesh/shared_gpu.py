@@ -1,4 +1,4 @@
-"""A back end of torch.distributed for ranks that share a GPU, which NCCL refuses to two of them.
+"""A back end of torch.distributed for ranks that share a GPU, which NCCL does not allow.
 
 Tensors go through pinned host memory and gloo: copied out on a stream of their group, sent by
 threads of the host, copied in on that stream. For the program it is as with NCCL: a call returns at
@@ -32,11 +32,11 @@ SHARED_GPU = "shared_gpu"
 LOCAL = "127.0.0.1"
 """Where the ranks are that share a GPU."""
 IN_FLIGHT = 256
-"""Operations of a rank that may be on their way at once; each has a thread that waits for it."""
+"""Number of operations of a rank in progress at once; each has a thread that waits for it."""
 
 
 def share_gpu(device: torch.device, pause: Pause | None) -> str:
-    """Have tensors on `device` sent through the host, and return the back end of a world for it.
+    """Route tensors on `device` through the host, and return the back end for the world.
 
     Args:
         device: GPU of this process.
@@ -82,7 +82,7 @@ class Relay:
                     self._library.impl(kernel.short, kernel, "CUDA", allow_override=True)
 
     def connect(self, at: Any, options: Any) -> Any:
-        """Make a group's back end; `at` says which ranks those are (torch's extended API)."""
+        """Create a group's back end; `at` identifies its ranks (torch's extended API)."""
         gloo_class: Any = dist.ProcessGroupGloo
         settings = gloo_class._Options()
         settings._timeout = at.timeout
@@ -176,7 +176,7 @@ class RelayedKernel:
 
 @dataclass(frozen=True)
 class _Link:
-    """One group's way between device and hosts.
+    """The connection of one group between device and hosts.
 
     Attributes:
         group: group of the same ranks, for copies in host memory.
@@ -202,7 +202,7 @@ class _Link:
         return self.entered()
 
     def host_like(self, tensor: Tensor) -> Tensor:
-        """Host memory for a copy of a tensor; what is to be copied without a stop is pinned.
+        """Host memory for a copy of a tensor; pinned for asynchronous copies.
 
         gloo knows no floats of 8 bits: they travel as bytes, which nobody can add up.
         """
@@ -211,7 +211,7 @@ class _Link:
         return torch.empty(tensor.shape, dtype=dtype, pin_memory=self.stream is not None)
 
     def mark(self) -> torch.cuda.Event | None:
-        """The place that the group's stream has come to."""
+        """The current place of the group's stream."""
         if self.stream is None:
             return None
         event = torch.cuda.Event(blocking=True)  # threads that wait leave the cores to others
@@ -226,7 +226,7 @@ class _Link:
 
 @dataclass
 class _Relayed:
-    """An operation on its way.
+    """An operation in progress.
 
     Attributes:
         name: name of the operation.
@@ -248,7 +248,8 @@ class _Relayed:
 
 
 def _work(wait: Callable[[Any], bool]) -> dist.Work:
-    """An operation for which `wait` waits: of torch's works of Python, the one that can raise."""
+    """A work object whose `wait` is the given function; it is torch's Python class of works that
+    can raise."""
     from torch._C._distributed_c10d import PythonCallbackWork
 
     work: dist.Work = PythonCallbackWork(wait)
@@ -256,7 +257,7 @@ def _work(wait: Callable[[Any], bool]) -> dist.Work:
 
 
 def _on_hosts(name: str, args: list[Any]) -> tuple[dist.Work, Callable[[], None]]:
-    """Start an operation on host memory; what is returned second is called when it is done."""
+    """Start an operation on host memory; the second result is called when it is done."""
     if name == "c10d::alltoall_":  # not every gloo has it for lists
         outputs, inputs, group = args[:3]
         sent = torch.cat([_bytes(tensor) for tensor in inputs])
@@ -286,7 +287,7 @@ def _mapped(tensors: Any, make: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _pairs(tensors: Any, others: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tensors with those in the same places of other nested lists."""
+    """Pairs of the tensors in the same places of two nested lists."""
     if isinstance(tensors, Tensor):
         yield tensors, others
         return

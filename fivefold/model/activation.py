@@ -18,7 +18,7 @@ _QUICK = 1.702
 """Slope of quick_gelu, x * sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
 
 _PLAIN = "silu", "gelu", "gelu_tanh"
-"""Activations that are one operation of PyTorch, which saves its input alone."""
+"""Activations that are a single operation of PyTorch, which saves only its input."""
 
 
 def activated(
@@ -68,7 +68,7 @@ def _value(name: str, x: Tensor) -> Tensor:
 
 
 def _gradient(name: str, grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of its argument, of that of its value."""
+    """The gradient of the activation's argument, given that of its value."""
     found: Tensor
     if name == "silu":
         found = torch.ops.aten.silu_backward(grad, x)

@@ -39,7 +39,7 @@ class Documents:
 
     @cached_property
     def begins_BL(self) -> Tensor:
-        """For each token: the place in its row of the first one of its document, int32."""
+        """For each token the place in its row of its document's first token, int32."""
         starts = self.starts_C
         places = torch.arange(self.starts[-1], dtype=torch.int32, device=starts.device)
         first = starts[torch.searchsorted(starts, places, right=True) - 1]
@@ -57,7 +57,7 @@ class Documents:
         return max(self.lengths)
 
     def prepare(self) -> None:
-        """Work out what layers ask for on a GPU, which a compiled one cannot."""
+        """Compute what layers need on a GPU, since compiled layers cannot."""
         if self.device.type == "cuda":
             _ = self.starts_C, self.longest
 
@@ -133,7 +133,7 @@ class Batch:
 
     @property
     def order(self) -> tuple[Tensor, ...]:
-        """The tensors of `recurrence`, if a layer has asked for it."""
+        """The tensors of `recurrence`, if a layer has used it."""
         if "recurrence" not in self.__dict__:
             return ()
         of = self.recurrence
@@ -220,7 +220,7 @@ def on_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
 
 
 class FixedBatches:
-    """A step's batches on a device, in memory that further steps fill with theirs.
+    """A step's batches on a device, in memory that later steps refill.
 
     Args:
         batches: the first step's, still on the host, each row one document.
@@ -244,7 +244,7 @@ class FixedBatches:
 
 
 def form(batches: Sequence[Batch]) -> Hashable:
-    """What batches have in common that differ in their tokens alone: shapes, types, whose part."""
+    """What equally shaped batches have in common: shapes, types, and whose part they are."""
     found: list[Hashable] = []
     for batch in batches:
         shapes = tuple((name, x.shape, x.dtype) for name, x in _tensors(batch))
@@ -264,7 +264,7 @@ def _flat(batches: Sequence[Batch], pinned: bool) -> dict[torch.dtype, Tensor]:
 
 
 def _placed(batches: Sequence[Batch], flat: Mapping[torch.dtype, Tensor]) -> list[Batch]:
-    """The batches with their tensors cut from memory as `_flat` has it."""
+    """The batches, with their tensors as views of memory laid out by `_flat`."""
     moved: list[dict[str, Any]] = [{} for _ in batches]
     for dtype, places in _places(batches).items():
         tensors = [getattr(batches[i], name) for i, name in places]
@@ -275,7 +275,7 @@ def _placed(batches: Sequence[Batch], flat: Mapping[torch.dtype, Tensor]) -> lis
 
 
 def _places(batches: Sequence[Batch]) -> dict[torch.dtype, list[tuple[int, str]]]:
-    """Which batches have which tensors of a type."""
+    """The tensors of one type in all batches, in order."""
     found: dict[torch.dtype, list[tuple[int, str]]] = {}
     for i, batch in enumerate(batches):
         for name, tensor in _tensors(batch):

@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
-    """`x` below a cap and above its opposite; None: `x` as it is."""
+    """c tanh(x / c) for a cap c; None: `x` unchanged."""
     return x if cap is None else (x / cap).tanh() * cap
 
 
@@ -14,6 +14,6 @@ def capped_(x: Tensor, cap: float) -> Tensor:
 
 
 def slope(made: Tensor, cap: float) -> Tensor:
-    """What a gradient of capped numbers is multiplied by, from these numbers; 0 at an infinite one,
-    which was masked after it was capped."""
+    """Derivative of the cap, from capped numbers; 0 at an infinite one, which was masked after
+    capping."""
     return (made / cap).clamp_(-1.0, 1.0).square_().neg_().add_(1.0)

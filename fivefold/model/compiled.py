@@ -10,8 +10,8 @@ from fivefold.model.layers import LayerBlock, plain_column, plain_row, plain_spr
 from fivefold.model.transformer import Stage
 
 VARIANTS = 32
-"""Graphs of a layer before torch gives up: kinds of layers x rows with documents or without, first
-of one length, then of any x training or not."""
+"""Most graphs of a layer before torch gives up: kinds of layers x rows with or without documents,
+first for one length, then for any, training or not."""
 
 _outside: Any = torch.compiler.disable
 _PLAIN = (plain_column, plain_row, plain_spread, plain_sum)
@@ -47,7 +47,7 @@ def compile_layers(stage: Stage, backend: str) -> None:
 
 
 def _kernel_within(kernel: Any) -> Any:
-    """The kernel of attention: within the layer's graph where it is one operation.
+    """The attention kernel; part of the layer's graph if it is one operation.
 
     A break in the graph costs the host more time than launching attention does: layers of a 1B
     model that broke there left an H100 idle for a third of their time.

@@ -16,27 +16,27 @@ from fivefold.model.shards import MicrobatchShare
 
 
 class Noted:
-    """Losses of layers that their backwards come to know.
+    """Losses that layers compute in their backwards.
 
-    No list, of which FSDP2 would hand modules a copy.
+    Not a list, because FSDP2 would give modules a copy of one.
     """
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
 
     def add(self, loss: Tensor) -> None:
-        """Note a loss of a layer, a scalar."""
+        """Record a loss of a layer, a scalar."""
         self._losses.append(loss)
 
     def take(self) -> list[Tensor]:
-        """What was noted since the last time."""
+        """The sum recorded since the last call."""
         taken, self._losses = self._losses, []
         return taken
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the layers need to know of a microbatch.
+    """Properties of a microbatch that layers need.
 
     Attributes:
         rows: B; each row holds T / B tokens.
@@ -77,7 +77,8 @@ class Context:
     noted: Noted = field(default_factory=Noted)
 
     def again(self, run: int, layers: int) -> "Context":
-        """That of a run of so many layers, after as many as `run` with the same weights."""
+        """The context for another run of this many layers with the same weights, after `run`
+        runs."""
         drops = self.dropout
         drops = None if drops is None else replace(drops, run=run)
         return replace(self, dropout=drops, shift=run * layers)
@@ -88,7 +89,7 @@ class Context:
 
     @property
     def recurrence(self) -> DocumentChunks:
-        """Documents as a recurrence walks through them."""
+        """Documents in the form that a recurrence needs."""
         assert self.documents is not None, "only layers with linear attention ask"
         return self.documents
 
@@ -98,7 +99,7 @@ class Context:
         return len(self.first_ids_B)
 
     def row_length(self, tokens: int) -> int:
-        """Tokens of a row of the microbatch, of which this rank has so many in all."""
+        """Tokens per row of the microbatch, over all ranks that share it."""
         ranks = 1 if self.part is None else len(self.part.shards.chunks)
         return tokens * ranks // self.microbatch_rows
 

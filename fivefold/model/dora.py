@@ -19,7 +19,7 @@ Summed = Callable[[Tensor], Tensor]
 
 
 def plain_sum(squares_F: Tensor) -> Tensor:
-    """The numbers unchanged; replaced where ranks split the rows."""
+    """The numbers unchanged; replaced if ranks split the rows."""
     return squares_F
 
 
@@ -43,13 +43,13 @@ def squared_lengths(weight_FH: Tensor, down_RH: Tensor, up_FR: Tensor, scale: fl
 def rescaled(
     made_TF: Tensor, magnitude_F: Tensor, lengths_F: Tensor, bias_F: Tensor | None
 ) -> Tensor:
-    """m / n * what W and the adapter make, and the bias."""
+    """m / n times the output of W and the adapter, plus the bias."""
     y_TF: Tensor = _Rescaled.apply(made_TF, magnitude_F, lengths_F, bias_F)
     return y_TF
 
 
 class _Rescaled(torch.autograd.Function):
-    """Keeps what was scaled, of which the gradient of m is made."""
+    """Autograd function that keeps the unscaled result, for the gradient of m."""
 
     @staticmethod
     def forward(
@@ -91,7 +91,7 @@ def rescaled_beside(
 
 
 class _RescaledBeside(torch.autograd.Function):
-    """Keeps W d + s B A d."""
+    """Autograd function that keeps W d + s B A d."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ class _RescaledBeside(torch.autograd.Function):
 def _gradients(
     grad_TF: Tensor, made_TF: Tensor, magnitude_F: Tensor, lengths_F: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of what was scaled, and of the magnitudes."""
+    """Gradients of the unscaled result, and of the magnitudes."""
     of_magnitude_F = (grad_TF * made_TF).sum(0, dtype=lengths_F.dtype) / lengths_F
     of_made_TF = grad_TF * (magnitude_F / lengths_F).to(grad_TF.dtype)
     return of_made_TF, of_magnitude_F.to(magnitude_F.dtype)

@@ -23,7 +23,7 @@ AT_A_TIME = 1 << 18
 
 
 def threshold(p: float) -> int:
-    """The number below which, as int64, a share `p` of all random bits is."""
+    """The int64 number below which a share `p` of all random bits is."""
     return round(p * 2**64) - 2**63
 
 
@@ -68,12 +68,12 @@ class Mask:
     scale: float = 1.0
 
     def drop(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """`x` without what is dropped, the rest rescaled, and added to `onto`."""
+        """Drop elements of `x`, rescale the rest, and add it to `onto`."""
         y: Tensor = _Drop.apply(x, onto, self.ids_Bq, self.ids_Bk, self.key, self)
         return y
 
     def dropped(self, x: Tensor, onto: Tensor | None) -> Tensor:
-        """`drop` without autograd; on a CPU a part at a time, which stays in its cache."""
+        """`drop` without autograd; on a CPU in parts that fit into its cache."""
         if self.fused and runs_triton(x):
             from fivefold.model.kernels import dropout as dropout_kernels
 
@@ -122,7 +122,7 @@ class Mask:
 
 
 class _Drop(torch.autograd.Function):
-    """Saves no mask: the backward makes it again from the same names."""
+    """Autograd function that saves no mask: the backward computes it again."""
 
     @staticmethod
     def forward(
@@ -184,7 +184,7 @@ class Dropout:
     def of_adapters(
         self, site: str, names: Sequence[str], p: float
     ) -> Mapping[str, "AdapterDropout"]:
-        """The dropout of what the adapters of a layer read, by the names of its linear layers.
+        """The dropout of the inputs of a layer's adapters, by the names of its linear layers.
 
         Args:
             site: the layer.
@@ -243,7 +243,7 @@ class HiddenDropout:
 
 @dataclass(frozen=True, eq=False)
 class AdapterDropout:
-    """The dropout of what one adapter reads.
+    """The dropout of one adapter's input.
 
     Attributes:
         rows_T: run-wide ids of this rank's tokens in the residual stream.
@@ -260,16 +260,17 @@ class AdapterDropout:
     fused: bool
 
     def whole(self, x_TH: Tensor) -> Tensor:
-        """Drop of all features of this rank's tokens."""
+        """Dropout of all features of this rank's tokens."""
         return Mask(self.rows_T[None], None, self.p, self.key, self.fused).drop(x_TH)
 
     def part(self, x_TF: Tensor, first: int) -> Tensor:
-        """Drop of some features, from `first` on, of the tokens of all ranks."""
+        """Dropout of some features, from `first` on, of the tokens of all ranks."""
         rows = self.all_rows_T[None]
         return Mask(rows, None, self.p, self.key, self.fused, first_column=first).drop(x_TF)
 
     def of_tile(self, start: int, end: int) -> "AdapterDropout":
-        """The dropout of this rank's tokens from `start` to `end`, and of the same of others."""
+        """The dropout of this rank's tokens from `start` to `end`, and of the same tokens of other
+        ranks."""
         of_ranks = self.all_rows_T.view(-1, len(self.rows_T))
         all_rows_t = of_ranks[:, start:end].flatten()
         return replace(self, rows_T=self.rows_T[start:end], all_rows_T=all_rows_t)
@@ -335,7 +336,7 @@ class PairDropout:
 
 @dataclass(frozen=True, eq=False)
 class LayerDropout:
-    """All dropout of one layer, made before a compiled layer runs: it knows no names of places.
+    """All dropout of one layer, created before a compiled layer runs, which cannot compute keys.
 
     Attributes:
         attended: of what attention adds to the residual stream; None: no dropout.
@@ -350,6 +351,6 @@ class LayerDropout:
     adapters: Drops = field(default_factory=dict)
 
     def of_tile(self, start: int, end: int) -> "LayerDropout":
-        """The same, with adapters that read this rank's tokens from `start` to `end` alone."""
+        """The same, for adapters that read only this rank's tokens from `start` to `end`."""
         tiles = {name: drop.of_tile(start, end) for name, drop in self.adapters.items()}
         return replace(self, adapters=tiles)

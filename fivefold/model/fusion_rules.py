@@ -1,4 +1,4 @@
-"""Where fusions would do nothing; torch-free."""
+"""Fusions that would have no effect; torch-free."""
 
 from fivefold.config.config import Config
 from fivefold.errors import Mistakes
@@ -9,7 +9,7 @@ _TELLS = "fused_residual_rmsnorm sums and normalises in one kernel before every 
 
 
 def check_fusions(config: Config, mistakes: Mistakes) -> None:
-    """Report a fused residual sum and norm that the model has no place for."""
+    """Report a fused residual sum and norm for which the model has no place."""
     training, model = config.training, config.model
     if not training.fused_residual_rmsnorm:
         return
@@ -35,7 +35,7 @@ def check_fusions(config: Config, mistakes: Mistakes) -> None:
 def joins_norm(config: Config) -> bool:
     """Whether a GPU sums and normalises in one kernel.
 
-    Not where the norm is made again from the sum, cut into tiles, or moved to the host.
+    Not if the norm is recomputed from the sum, cut into tiles, or moved to the host.
     """
     memory = config.memory
     if not config.training.fused_residual_rmsnorm or memory.recompute_granularity == "selective":

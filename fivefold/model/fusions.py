@@ -12,7 +12,7 @@ from fivefold.model.transformer import Stage
 
 
 def install_fusions(stage: Stage, training: TrainingConfig) -> None:
-    """Switch on what the settings fuse.
+    """Enable the fusions of the settings.
 
     `bias_swiglu_fusion`: an activation by a sigmoid, or a squared ReLU, with its gate and row
     weights, forward and backward, is one kernel each (`kernels.gates`); `bias_gelu_fusion`: so is

@@ -24,13 +24,13 @@ _RESIDUAL_OUTPUTS = (
 )
 _EMBEDDINGS = EMBEDDING, "embed_positions.weight"
 _GATED_NORM = "self_attn.norm.weight"
-"""Of layers with states; other norms may have weights that are offsets from 1."""
+"""Parameters of layers with states; other norms may have weights that are offsets from 1."""
 _FASTEST = 16.0
 """Largest decay of heads with states at first: uniform from 1, as in Megatron-LM."""
 _STEPS = 0.001, 0.1
 """Smallest and largest step of Mamba-2's heads at first, as in Megatron-LM."""
 _BENDS = {".alpha_p": log(expm1(0.8)), ".alpha_n": log(expm1(0.8 - 0.5))}
-"""What xIELU learns, at first: it bends by 0.8 on both sides, as in Apertus."""
+"""Initial values of xIELU's parameters: a slope of 0.8 on both sides, as in Apertus."""
 
 Draw = Callable[[int, int, torch.Generator], Tensor]
 """(rows, columns, generator) -> drawn elements."""
@@ -101,7 +101,7 @@ def init_slice(
 
 
 def lengths_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The magnitudes that go with rows of a weight while its adapter makes zero: [F, H] -> [F]."""
+    """Magnitudes for rows of a weight whose adapter is still zero: [F, H] -> [F]."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     return torch.linalg.vector_norm(rows, dim=1, dtype=wide).to(dtype)
 
@@ -112,7 +112,7 @@ def load_lengths(
     weight: Tensor | Piece,
     fill: Callable[[Mapping[str, Piece]], None],
 ) -> None:
-    """Give new magnitudes the lengths of the rows of a loaded weight, of which each is read whole.
+    """Set new magnitudes to the row lengths of a loaded weight; each row is read whole.
 
     Args:
         name: stored name of the magnitudes.
@@ -145,7 +145,7 @@ def _uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 
 
 def _of_states(name: str, model: ModelConfig) -> tuple[Draw, float] | None:
-    """How vectors of layers with states are drawn, and what they are multiplied by."""
+    """How vectors of layers with states are drawn, and their factor."""
     if name.endswith(".A_log"):
         return _fast, 1.0
     steps = model.hybrid_override_pattern is not None or model.fades_features
@@ -157,12 +157,12 @@ def _of_states(name: str, model: ModelConfig) -> tuple[Draw, float] | None:
 
 
 def _fast(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """The logarithm of numbers uniform in [1, _FASTEST)."""
+    """Logarithms of numbers uniform in [1, _FASTEST)."""
     return torch.rand(rows, columns, generator=generator).mul_(_FASTEST - 1.0).add_(1.0).log_()
 
 
 def _steps(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """What softplus makes steps of whose logarithms are uniform."""
+    """Values from which softplus makes steps with uniform logarithms."""
     least, most = map(log, _STEPS)
     step = torch.rand(rows, columns, generator=generator).mul_(most - least).add_(least).exp_()
     return step + (-torch.expm1(-step)).log_()
@@ -200,7 +200,7 @@ def _matrix(
 
 
 def initial_buffer(name: str, model: ModelConfig) -> float:
-    """What all elements of a buffer start at, in fp32: numbers of layers, and biases of routers."""
+    """The initial value of a buffer's elements, in fp32: layer factors, and router biases."""
     if not name.endswith("layer_scalar") or model.layer_scalar is None:
         return 0.0
     return torch.tensor(model.layer_scalar, dtype=torch.float32).item()

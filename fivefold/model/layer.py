@@ -31,7 +31,7 @@ Norm = Callable[[Tensor], Tensor]
 
 
 class NormedBlock(Protocol):
-    """Runs a norm and the module after it; `rest` are the module's further arguments."""
+    """Runs a norm and the module after it; `rest` are further arguments of the module."""
 
     def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -44,7 +44,7 @@ def plain_block(norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Ten
 
 
 def make_attention(model: ModelConfig, layer: int) -> AttentionBlock | StateLayer | None:
-    """The model's kind of attention for one layer; None: it is an MLP alone."""
+    """The model's kind of attention for one layer; None if the layer has no attention."""
     kind = layer_kind(model, layer)
     if not kind.attends:
         return None
@@ -58,7 +58,7 @@ def make_attention(model: ModelConfig, layer: int) -> AttentionBlock | StateLaye
 
 
 def make_mlp(model: ModelConfig, layer: int, experts: ExpertsConfig) -> MLP | MoE | None:
-    """The dense MLP or mixture of experts of one layer; None: it has neither."""
+    """The dense MLP or mixture of experts of one layer; None if it has neither."""
     kind = layer_kind(model, layer)
     if not kind.mlp:
         return None
@@ -103,8 +103,8 @@ class TransformerLayer(nn.Module):
 
     @property
     def norm_before_mlp(self) -> nn.Module:
-        """What makes the MLP's input: with one norm for both that of attention, which runs twice,
-        so that whatever is put around a norm and its module holds for each by itself."""
+        """The block that makes the MLP's input. If attention and MLP share one norm, the norm runs
+        twice, so that whatever wraps a norm and its module wraps each of the two alone."""
         return self.input_layernorm if self.one_norm else self.post_attention_layernorm
 
     @property
@@ -120,7 +120,7 @@ class TransformerLayer(nn.Module):
         return made_TH if self.layer_scalar is None else times(made_TH, self.layer_scalar)
 
     def run(self, x_TH: Tensor, context: Context) -> Tensor:
-        """`forward` without what differs between layers by name; compiled once for all of them."""
+        """`forward` without what differs by name between layers; compiled once for all layers."""
         if self.self_attn is None:
             return self._fed(x_TH, x_TH, context)
         drop = context.layer
@@ -135,7 +135,8 @@ class TransformerLayer(nn.Module):
         return self._fed(x_TH if self.side_by_side else sum_TH, sum_TH, context)
 
     def _fed(self, read_TH: Tensor, sum_TH: Tensor, context: Context) -> Tensor:
-        """The residual stream after the MLP, if there is one, which reads `read_TH`."""
+        """The residual stream after the MLP, which reads `read_TH`; unchanged if there is no
+        MLP."""
         if self.mlp is None:
             return sum_TH
         made_TH = self.block(self.norm_before_mlp, self.mlp, read_TH, context)
@@ -147,9 +148,9 @@ class TransformerLayer(nn.Module):
         return drop(x_TH, self.dropout, sum_TH, self.scale)
 
     def _joined_norm(self, x_TH: Tensor) -> RMSNorm | None:
-        """The norm before the MLP, if one kernel also makes the sum that it normalises.
+        """The norm before the MLP, if one kernel can also compute the sum that it normalises.
 
-        Not where another block makes the norm again from the sum, or moves it.
+        None where a block recomputes the norm from that sum, or moves it.
         """
         norm = self.norm_before_mlp
         joined = self.fuses_norm and self.block is plain_block and runs_triton(x_TH)

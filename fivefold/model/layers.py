@@ -46,11 +46,12 @@ class Linear(nn.Module):
 
     @property
     def product_bias(self) -> nn.Parameter | None:
-        """The bias that its own product adds; one with magnitudes adds it after these."""
+        """The bias that the product itself adds; with magnitudes (DoRA) the bias is added after
+        them."""
         return self.bias if self.lora_magnitude_vector is None else None
 
     def adapt(self, name: str, rank: int, scale: float, *, magnitudes: bool) -> None:
-        """Get an adapter (`model.lora`)."""
+        """Attach an adapter (`model.lora`)."""
         outputs, inputs = self.weight.shape
         self.lora_A, self.lora_B = Linear(inputs, rank), Linear(rank, outputs)
         self.lora_name, self.lora_scale = name, scale
@@ -126,7 +127,7 @@ Spread = Callable[[Tensor], Tensor]
 
 
 def plain_spread(x_TF: Tensor) -> Tensor:
-    """The features unchanged; replaced where ranks split the heads."""
+    """Returns the features unchanged; replaced where ranks split the heads."""
     return x_TF
 
 
@@ -195,7 +196,8 @@ class LayerBlock(nn.Module):
     def _adapted(
         self, column: Column, x_TH: Tensor, linears: Sequence[Linear], drops: Drops
     ) -> tuple[Tensor, ...]:
-        """Adapters first: a frozen linear that ends a recomputed block is then not run again.
+        """Runs adapters first, so that a recomputed block that ends in a frozen linear need not run
+        it again.
 
         Few features are scaled, not the sum by `add`'s alpha, which inductor loses (torch 2.13).
         """

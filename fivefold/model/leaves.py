@@ -17,7 +17,8 @@ from fivefold.mesh.slices import laid_out_like, local_tensor
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter to compute with; its gradient arrives at `parameter.grad`."""
+    """This rank's part of a parameter, to compute with; its gradient arrives at
+    `parameter.grad`."""
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling():  # a compiler sees through DTensors, and through no hook
@@ -27,13 +28,14 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def keep_gradients_in(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Let autograd make and add up a parameter's gradients in a type that may be another."""
+    """Let autograd make and accumulate a parameter's gradients in a type that may differ from its
+    own."""
     for tensor in (parameter, getattr(parameter, "_leaf", parameter)):
         tensor.grad_dtype = dtype
 
 
 def when_accumulated(parameter: Tensor, hook: Callable[[], None]) -> None:
-    """Call `hook` each time a backward has added to `parameter.grad`, whichever way it came."""
+    """Call `hook` each time a backward has added to `parameter.grad`, by whichever path."""
     parameter.register_post_accumulate_grad_hook(lambda _: hook())
     if isinstance(parameter, DTensor):
         local(parameter).register_post_accumulate_grad_hook(lambda _: hook())
@@ -68,7 +70,7 @@ def add_to_grad(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> N
 
 
 def _make_leaf(parameter: DTensor) -> Tensor:
-    """The leaf, from now on an attribute of the parameter: FSDP2 makes parameters of its own."""
+    """Make the leaf and store it on the parameter, since FSDP2 creates its own parameters."""
     leaf = local_tensor(parameter).requires_grad_(parameter.requires_grad)
     leaf.grad_dtype = parameter.grad_dtype
     owner = ref(parameter)  # autograd's hooks are hidden from the collector of cycles

@@ -44,14 +44,16 @@ def freeze(module: nn.Module, model: ModelConfig) -> None:
 
 
 def as_if_trained(x_TH: Tensor) -> Tensor:
-    """A frozen embedding's output, as if it were trained: every layer then keeps the same."""
+    """The output of a frozen embedding, marked as trained, so that every layer saves the same
+    tensors."""
     if x_TH.requires_grad or not torch.is_grad_enabled():
         return x_TH
     return _AsIfTrained.apply(x_TH, x_TH.new_empty(0, requires_grad=True))
 
 
 class _AsIfTrained(torch.autograd.Function):
-    """Not a leaf, which would keep its memory for its gradient, and the gradient itself."""
+    """Not a leaf, since autograd would keep a leaf's memory for its gradient, and the gradient
+    itself."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, trained: Tensor) -> Tensor:

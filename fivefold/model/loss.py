@@ -14,7 +14,7 @@ CAPPED_AT_A_TIME = 1 << 22
 
 
 class LossRule(NamedTuple):
-    """How a token's loss is made of its logits.
+    """How the loss of a token is computed from its logits.
 
     Attributes:
         vocab_size: size of the unpadded vocabulary; padding entries get no probability.
@@ -31,12 +31,12 @@ class LossRule(NamedTuple):
 
 
 def capped_into(out: Tensor, logits: Tensor, cap: float | None) -> Tensor:
-    """`capped`, made in the memory of `out` and in its type; without a cap the logits."""
+    """`capped`, written into `out` in its type; without a cap, the logits."""
     return logits if cap is None else capped_(out.copy_(logits), cap)
 
 
 def through_cap_(grad_TV: Tensor, logits_TV: Tensor, cap: float | None) -> Tensor:
-    """Make of the gradient of capped logits that of the logits, a part of the tokens at a time."""
+    """Turn the gradient of capped logits into that of the logits, some tokens at a time."""
     if cap is not None:
         at_a_time = max(CAPPED_AT_A_TIME // logits_TV.shape[1], 1)
         for start in range(0, len(logits_TV), at_a_time):

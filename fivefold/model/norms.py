@@ -1,4 +1,5 @@
-"""Normalisations over the last dim, with RMSNorm for CPUs, where PyTorch does not fuse it."""
+"""Normalisations over the last dimension, with an RMSNorm for CPUs, where PyTorch does not fuse
+it."""
 
 from typing import Any
 
@@ -63,7 +64,7 @@ def unit_norm(x: Tensor, epsilon: float) -> Tensor:
 
 
 class _UnitNorm(torch.autograd.Function):
-    """Saves what it makes, which attention keeps anyway, rather than what it reads."""
+    """Saves its result, which attention keeps anyway, instead of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, epsilon: float) -> Tensor:
@@ -129,7 +130,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, weight, self.epsilon, self.offset)
 
     def of_sum(self, x_TH: Tensor, onto_TH: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """onto + scale x, and that normalised, in one kernel of a GPU (`runs_triton`)."""
+        """onto + scale x, and the norm of that, in one GPU kernel (`runs_triton`)."""
         from fivefold.model.kernels import norms as norm_kernels
 
         rest = self.epsilon, self.offset, scale
@@ -147,7 +148,7 @@ def latent_norm(model: ModelConfig, features: int) -> LayerNorm | RMSNorm:
 
 
 def key_norm(model: ModelConfig, features: int) -> LayerNorm:
-    """That of an indexer's keys, which is a LayerNorm in every model."""
+    """The norm of an indexer's keys, a LayerNorm in every model."""
     return LayerNorm(features, model.latent_epsilon, _offset(model))
 
 
@@ -158,7 +159,7 @@ def _norm_of(model: ModelConfig, features: int, epsilon: float) -> LayerNorm | R
 
 
 def rms_norm_of(model: ModelConfig, features: int) -> RMSNorm:
-    """An RMSNorm, which those of queries and keys always are."""
+    """An RMSNorm, as the norms of queries and keys always are."""
     return RMSNorm(features, model.norm_epsilon, _offset(model))
 
 

@@ -1,4 +1,4 @@
-"""The places of a stage's layers, by which settings of recomputation differ."""
+"""The place of each layer in its stage, on which settings of recomputation depend."""
 
 from fivefold.model.layer import TransformerLayer
 from fivefold.model.transformer import Stage

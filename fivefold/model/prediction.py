@@ -22,7 +22,7 @@ from fivefold.model.norms import make_norm
 
 
 class LayersInTurn(nn.ModuleList):
-    """The layers of one depth of a hybrid model, which have one mixer each."""
+    """The layers of one prediction depth of a hybrid model; each has one mixer."""
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -34,8 +34,8 @@ class LayersInTurn(nn.ModuleList):
 class FurtherToken(nn.Module):
     """One depth: norms both inputs, projects them to one state, then a layer and a norm.
 
-    Or all depths, one after the other, if they have the same weights (`mtp_use_repeated_layer`):
-    one module runs them, so that what shards weights has them together once.
+    One such module runs all depths in turn if they share weights (`mtp_use_repeated_layer`), so
+    that whatever shards weights sees them once.
 
     Args:
         model: the architecture.

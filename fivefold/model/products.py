@@ -19,10 +19,9 @@ Kept = tuple[Tensor, ...]
 class Products:
     """The three products of a linear layer with W [F, H], in the dtype of its input.
 
-    Each takes its operands as they were read: what another arithmetic makes of them is made once,
-    for all linear layers of an input (by the products of the first) and for both products of a
-    gradient. The first two products are made of all tokens at once or of some at a time, with the
-    same result.
+    An arithmetic converts each operand once: an input for all linear layers that read it (the first
+    layer's products do so), a gradient for both products of the backward. The first two products
+    may be computed for all tokens at once or in parts, with the same result.
 
     Attributes:
         keeps_input: whether dW takes the input itself.
@@ -41,19 +40,21 @@ class Products:
         return outputs(products, (x_TH,), weights, biases)
 
     def reading_as(self, first: "Products") -> "Products":
-        """The same, with an input that the products of another linear layer have read."""
+        """The same products, for an input that another linear layer's products have already
+        read."""
         return self
 
     def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
-        """What `output` takes of an input, and what `weight_gradient` does: first its rows."""
+        """The operands for `output` and for `weight_gradient`, made from an input; each begins with
+        its rows."""
         return self.taken(x_TH), self.kept(x_TH)
 
     def taken(self, x_TH: Tensor) -> Kept:
-        """What `output` takes of some of the tokens, a row of each for each token."""
+        """The operand of `output` for some of the tokens, one row per token."""
         return (x_TH,)
 
     def kept(self, x_TH: Tensor) -> Kept:
-        """What `weight_gradient` takes of an input: first its rows."""
+        """The operands of `weight_gradient`, made from an input; the first has its rows."""
         return (x_TH,)
 
     def in_parts(self, weight_FH: Tensor, *, of_gradient: bool) -> "Products":
@@ -66,7 +67,7 @@ class Products:
         return self
 
     def gradient(self, grad_TF: Tensor) -> Kept:
-        """What both products of a backward take of the gradient of a result."""
+        """The operands of both products of a backward, made from the gradient of a result."""
         return (grad_TF,)
 
     def output(
@@ -108,7 +109,7 @@ class Products:
 
 
 def of_one_input(products: Sequence[Products]) -> Sequence[Products]:
-    """The products of the linear layers of one input, which all read it as the first does."""
+    """The products of linear layers that share an input, which all read it as the first does."""
     if len(products) == 1:
         return products
     first = products[0]
@@ -138,7 +139,8 @@ def input_gradients(
 
 
 def add_product(onto: Tensor, left: Tensor, right: Tensor, *, beta: int = 1) -> Tensor:
-    """Add a product to a sum, of the same or a wider dtype; in one kernel but for CPUs' narrow.
+    """Add a product to a sum of the same or a wider dtype, in one kernel except for narrow types on
+    CPUs.
 
     With a `beta` of 0 the product takes the place of the sum.
     """

@@ -140,7 +140,8 @@ class RotaryTables:
         return self._rotated(first, x_BSND, None)[0]
 
     def rotate_both(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
-        """`rotate` of queries and keys, for which autograd calls Python once each way."""
+        """`rotate` for queries and keys in one autograd function, so that Python is called once in
+        each direction."""
         q, k = self._rotated(0, q_BSND, k_BSGD)
         assert k is not None
         return q, k
@@ -181,7 +182,8 @@ class Rotary:
         }
 
     def _factors_on(self, device: torch.device) -> Tensor | None:
-        """LongRoPE's factors, copied once: the host would wait, and no CUDA graph records it."""
+        """LongRoPE's factors, copied to the device once: a copy makes the host wait, and a CUDA
+        graph cannot record it."""
         if not self._factors:
             return None
         if self._on_device is None or self._on_device.device != device:

@@ -1,4 +1,4 @@
-"""A factor that is not trained."""
+"""A constant factor, which is not trained."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def times(x_TH: Tensor, factor_1: Tensor) -> Tensor:
 
 
 class _Times(autograd.Function):
-    """Saves no tensor, for which a recomputed layer would run to its end; the number is there."""
+    """Saves no tensor, since a recomputed layer would run to its end for it."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, factor_1: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class _KeptSlice:
 
 
 class KeysAndValues(Protocol):
-    """What attention does with keys and values of a part of its sequences."""
+    """Holds the keys and values of sequences of which attention sees one part at a time."""
 
     def join(self, site: str, k_BSGD: Tensor, v_BSGD: Tensor, /) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens up to the end of the part, both as [B, L, G, D].
@@ -40,13 +40,13 @@ class KeysAndValues(Protocol):
 
 
 class GrowingSequence:
-    """The keys and values of sequences to which tokens are added: the cache of a decoder."""
+    """Keys and values of sequences that grow by tokens: the cache of a decoder."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Tensor, Tensor]] = {}
 
     def join(self, site: str, k_BSGD: Tensor, v_BSGD: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Add keys and values; all so far, as `KeysAndValues` has it."""
+        """Add keys and values; return all so far, as in `KeysAndValues`."""
         if site in self._kept:
             k_BLGD, v_BLGD = self._kept[site]
             k_BSGD, v_BSGD = torch.cat((k_BLGD, k_BSGD), 1), torch.cat((v_BLGD, v_BSGD), 1)
@@ -80,7 +80,7 @@ class SlicedSequence:
         return torch.cat([*earlier, own_BSGD], dim=1) if earlier else own_BSGD
 
     def release(self, index: int) -> Iterator[tuple[GradientEdge, Tensor]]:
-        """Where gradients left by later slices enter the backward of slice `index`.
+        """The point at which gradients left by later slices enter the backward of slice `index`.
 
         Frees what was kept of the slice.
         """

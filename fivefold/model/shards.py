@@ -33,7 +33,7 @@ class Shards:
         return self._once(("sent", source, target), lambda: common(self.chunks[source], seen))
 
     def seeing(self, reach: Reach) -> "Shards":
-        """The same split of whole documents for a layer that attends so far back."""
+        """The same split of whole documents, for a layer with another attention window."""
         sight = Sight.of(self.sight.starts, reach)
         if sight == self.sight:
             return self

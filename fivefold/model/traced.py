@@ -1,4 +1,4 @@
-"""What torch.compile needs of autograd functions."""
+"""Workarounds that torch.compile needs for autograd functions."""
 
 import torch
 from torch import Tensor

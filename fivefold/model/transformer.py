@@ -122,7 +122,7 @@ class Stage(nn.Module):
 
     @property
     def transformer_layers(self) -> list[TransformerLayer]:
-        """All its layers in execution order, those of further predictions last."""
+        """All its layers in execution order; those of multi-token prediction come last."""
         layers: list[Any] = [*self.layers.values()]
         for each in self.predictions:
             layers += each.layer if isinstance(each.layer, LayersInTurn) else [each.layer]
@@ -135,7 +135,7 @@ class Stage(nn.Module):
 
     @property
     def predictions(self) -> list[FurtherToken]:
-        """Its multi-token prediction modules, by depth."""
+        """Its multi-token prediction modules, in order of depth."""
         modules: list[Any] = [*self.mtp.values()]
         return modules
 
@@ -199,7 +199,7 @@ class Stage(nn.Module):
 
     @property
     def loss_rule(self) -> LossRule:
-        """How losses are made of logits; z-loss is of what is trained, not of evaluations."""
+        """How losses are computed from logits; z-loss applies to training, not to evaluations."""
         model, settings = self.model, self.settings
         z_coeff = settings.z_loss_coeff if self.training else 0.0
         cap = model.final_logit_softcapping
@@ -259,12 +259,12 @@ class Stage(nn.Module):
 
 
 def taught(stage: Stage) -> list[Router | Indexer]:
-    """Modules of a stage with losses of their own, which are means over the global batch."""
+    """Modules of a stage that have losses of their own, which are means over the global batch."""
     return [module for module in stage.modules() if isinstance(module, Router | Indexer)]
 
 
 def _layers_of(model: ModelConfig, depth: int, experts: ExpertsConfig) -> nn.Module:
-    """What a further prediction runs between its projection and its norm."""
+    """What a multi-token prediction module runs between its projection and its norm."""
     numbers = prediction_prefixes(model, depth).values()
     layers = [TransformerLayer(model, number, experts) for number in numbers]
     return layers[0] if model.mtp_hybrid_override_pattern is None else LayersInTurn(layers)
@@ -278,7 +278,7 @@ def _context(
     sequence: KeysAndValues | None,
     routing: Decisions | None,
 ) -> Context:
-    """What the layers of a stage need to know of a microbatch."""
+    """What the layers of a stage need to know about a microbatch."""
     model = stage.model
     routes = model.num_experts is not None
     return Context(
@@ -300,13 +300,14 @@ def _context(
 
 
 def _temperature(stage: Stage, positions_BS: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Factors of queries by position, if layers of the stage have some."""
+    """Factors of queries by position, if any layer of the stage uses them."""
     tempered = tempers(stage.model, stage.parts)
     return temperature(stage.model, positions_BS, dtype) if tempered else None
 
 
 def _for_head(model: ModelConfig, states: list[Tensor]) -> list[Tensor]:
-    """What the output layer reads: divided here, where there are fewer numbers than logits."""
+    """The input of the output layer; the division happens here, where there are fewer numbers than
+    logits."""
     by = model.logits_scaling
     return states if by == 1.0 else [state_TH / by for state_TH in states]
 

@@ -32,7 +32,7 @@ class XIELU(nn.Module):
         self.alpha_p, self.alpha_n = (nn.Parameter(torch.empty(1)) for _ in range(2))
 
     def forward(self, x_TF: Tensor) -> Tensor:
-        """[T, F], of which only the input is kept."""
+        """[T, F]; saves only the input."""
         y_TF: Tensor = _XIELU.apply(x_TF, local(self.alpha_p), local(self.alpha_n))
         return y_TF
 
@@ -69,8 +69,8 @@ class _XIELU(torch.autograd.Function):
 
 
 def _blocks(*tensors_TF: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some rows at a time, so that what lies between is small; a compiler has it all at once, and
-    nothing between."""
+    """Some rows at a time, so that intermediate results stay small; all at once under a compiler,
+    which keeps none."""
     if torch.compiler.is_compiling():
         return iter((tensors_TF,))
     return zip(*(x_TF.split(_ROWS) for x_TF in tensors_TF), strict=True)

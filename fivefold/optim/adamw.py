@@ -1,4 +1,4 @@
-"""AdamW over local parameter shards, with a state that can be loaded in any layout."""
+"""AdamW on local parameter shards; its state can be loaded into any layout."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,11 +24,11 @@ from fivefold.optim.schedule import StepRates
 
 SCALES = tuple(map(scale_of, MOMENTS))
 STATES = (*MOMENTS, *SCALES)
-"""What a checkpoint may keep of the optimizer's state of a parameter."""
+"""Kinds of optimizer state that a checkpoint may contain for a parameter."""
 DECAYS, OF_ENDS = "decays", "of_ends"
-"""What groups of torch's optimizers say of their parameters: `decays`, and `is_end`."""
+"""Keys that torch's parameter groups carry: `decays`, and `is_end`."""
 OPTIMIZER = "optim."
-"""What names of these begin with in a checkpoint."""
+"""Prefix of these names in a checkpoint."""
 Block = tuple[Sequence[nn.Parameter], Callable[[], None]]
 
 
@@ -97,7 +97,7 @@ class AdamW:
         return moments_like(leaf, config)
 
     def _optimizers(self, names: Sequence[str], config: OptimizerConfig) -> list[Any]:
-        """What updates the parameters of some names: torch's AdamW, of shards with elements."""
+        """torch's AdamW optimizers for parameters of these names, for shards with elements."""
         kinds: dict[tuple[bool, bool], list[Tensor]] = {(True, False): [], (False, False): []}
         for name in names:
             if self._leaves[name].numel():
@@ -183,13 +183,13 @@ class AdamW:
         }
 
     def held(self) -> Iterator[Tensor]:
-        """Moments, their scales, and what weights lack of their masters."""
+        """Moments, their scales, and the remainders of masters."""
         for state in self._state.values():
             yield from (tensor for name, tensor in state.items() if name != "step")
 
     def weights(self) -> dict[str, Piece]:
-        """The weights that are updated: masters in fp32 of those that lie in 16 bits, which are
-        copies where these have remainders."""
+        """The weights that are updated: for 16-bit weights their fp32 masters, as copies if stored
+        as remainders."""
         found = {name: piece_of(parameter) for name, parameter in self._parameters.items()}
         for name, state in self._state.items():
             if REMAINDER in state:
@@ -199,13 +199,13 @@ class AdamW:
         return found
 
     def beside(self, name: str) -> Tensor | None:
-        """What is kept beside a weight of 16 bits, if anything: its master, or what it lacks."""
+        """What is stored in addition to a 16-bit weight: its master, its remainder, or nothing."""
         state = self._state.get(name, {})
         return state.get(MASTER, state.get(REMAINDER))
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Piece]) -> None:
-        """Replace weights, by name, where `weights` gave others; they have changed in place."""
+        """Set weights by name, if `weights` gave copies; others have changed in place."""
         for name, piece in weights.items():
             if REMAINDER in self._state.get(name, ()):
                 weight = local_tensor(self._parameters[name])
@@ -220,7 +220,8 @@ class AdamW:
 
 
 def moments_like(leaf: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
-    """Empty tensors on the meta device like the moments of a leaf, and like their scales.
+    """Empty tensors on the meta device with the shapes of a parameter's moments, and of their
+    scales.
 
     Vectors, such as norms and biases, have no moments in 8 bits: they are few.
     """

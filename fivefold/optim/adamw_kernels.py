@@ -1,4 +1,4 @@
-"""AdamW with weights and moments of few bits as one Triton kernel: the twin of `rounding`.
+"""A Triton kernel of AdamW for narrow weights and moments, equivalent to `rounding`.
 
 Imported only where it runs, since Triton is. It is proven without a GPU by Triton's interpreter
 (`TRITON_INTERPRET=1`). As in Transformer Engine's FusedAdam, each number is read and written once.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fivefold.optim.rounding import Master, Moment
 
 ELEMENTS = 1024
-"""Elements of a program."""
+"""Elements per Triton program."""
 _NEVER = -1e30
 """Stands for the logarithm of 0."""
 Ids = tuple[Tensor, Tensor]
@@ -93,7 +93,7 @@ def update(
 
 
 def _bits(matrix: Tensor) -> Tensor:
-    """Numbers of few bits as integers."""
+    """Narrow numbers viewed as integers."""
     narrow = {torch.bfloat16: torch.int16}
     narrow |= dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), torch.uint8)
     return matrix.view(narrow.get(matrix.dtype, matrix.dtype))
@@ -105,7 +105,7 @@ def _parts(moment: "Moment") -> tuple[Tensor, Tensor]:
 
 
 def _format(moment: "Moment", number: int) -> dict[str, Any]:
-    """What the kernel knows of a moment's format; no bits of a fraction: it has none of 8 bits."""
+    """The kernel's parameters of a moment's format; no fraction bits: not an 8-bit format."""
     form = moment.form
     return {
         f"fraction{number}": 0 if moment.scales is None else form.fraction,
@@ -235,7 +235,7 @@ def _moment(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _read(x, place, inside, narrow: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers in a wide type; narrow ones are bf16, by their bits."""
+    """Numbers in a wide type; narrow ones are bf16, given by their bits."""
     found = tl.load(x + place, mask=inside, other=0)
     if narrow:
         found = (found.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -244,7 +244,8 @@ def _read(x, place, inside, narrow: tl.constexpr, wide: tl.constexpr):  # type: 
 
 @triton.jit
 def _keep(x, place, inside, new, bits, narrow: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store; narrow numbers as `rounding.rounded`, by the last 16 of the bits."""
+    """Store numbers; narrow ones are rounded as by `rounding.rounded`, with the last 16 of the
+    bits."""
     if narrow:
         own = new.to(tl.float32).to(tl.int32, bitcast=True)
         magnitude = own & 0x7FFFFFFF
@@ -267,7 +268,7 @@ def _spread(scales, like):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _unpacked(byte, fraction: tl.constexpr, least: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`EightBits.unpack`, without the scales."""
+    """As `EightBits.unpack`, without the scales."""
     size, rest = byte & 0x7F, byte & ((1 << fraction) - 1)
     exponent = size >> fraction
     normal = ((exponent + (least + 126)) << 23) | (rest << (23 - fraction))
@@ -294,7 +295,7 @@ def _pack(  # type: ignore[no-untyped-def]
     keeps: tl.constexpr,
     block: tl.constexpr,
 ):
-    """`EightBits.pack`: stores the numbers, and gives the scales."""
+    """As `EightBits.pack`: stores the numbers, and returns the scales."""
     own = tl.where(inside, new.to(tl.float32), 0.0)
     magnitude = own.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of which NaN is the largest
     num_blocks: tl.constexpr = own.shape[1] // block

@@ -1,4 +1,4 @@
-"""Builds the optimizer of a rank: which of its state is where, and when gradients leave."""
+"""Builds the optimizer of a rank: where its state is, and when gradients are copied to the host."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ from fivefold.parallel_model import ParallelModel
 def build_optimizer(model: ParallelModel, device: torch.device, scaler: LossScaler) -> Optimizer:
     """The optimizer of a rank's parameters.
 
-    A gradient that FSDP2 has reduced leaves for the host at once, unless further sums follow.
+    A gradient that FSDP2 has reduced is copied to the host at once, unless further sums follow.
     """
     config, parameters = model.layout.config, model.parameters()
     seed, policy = config.training.seed, make_policy(config)
@@ -55,7 +55,7 @@ def build_optimizer(model: ParallelModel, device: torch.device, scaler: LossScal
 
 
 def _on_device(model: ParallelModel, places: Mapping[str, NamedElements]) -> AdamW:
-    """What updates the parameters whose state is on the device."""
+    """The optimizer of parameters whose state is on the device."""
     config = model.layout.config
     here = {name: p for name, p in model.parameters().items() if name not in model.on_host}
     early = config.parallel.overlap_param_gather_with_optimizer_step
@@ -67,7 +67,7 @@ def _on_device(model: ParallelModel, places: Mapping[str, NamedElements]) -> Ada
 
 
 def _shared_matrices(model: ParallelModel) -> list[Shared]:
-    """The matrices that Muon updates, with those who hold their parts."""
+    """The matrices that Muon updates, with the ranks that hold their parts."""
     experts = model.groups.experts
     groups = {False: model.groups.holders, True: None if experts is None else experts.holders}
     return [

@@ -74,7 +74,7 @@ FORMATS = {
 
 
 def _blocks(x_RC: Tensor) -> Tensor:
-    """[R, B, BLOCK], filled up with zeros."""
+    """[R, B, BLOCK], padded with zeros."""
     rest = -x_RC.shape[1] % BLOCK
     return (pad(x_RC, (0, rest)) if rest else x_RC).unflatten(1, (-1, BLOCK))
 

@@ -14,7 +14,7 @@ from fivefold.mesh.slices import local_tensor
 
 @dataclass(frozen=True)
 class Departed:
-    """What the norm needs of a gradient that has left the device.
+    """Contribution to the norm of a gradient that has been copied off the device.
 
     Attributes:
         term: what it adds to the sum of squares, 1-D fp64: its own if this rank counts it, none if
@@ -92,7 +92,7 @@ def zero_if_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def _terms(
     grads: Sequence[tuple[Tensor | Departed, bool]],
 ) -> tuple[list[Tensor], list[Tensor | Departed]]:
-    """The terms of the sum of squares in order, and what this rank does not count."""
+    """The terms of the sum of squares in order, and the gradients that this rank does not count."""
     local = [(g if isinstance(g, Departed) else local_tensor(g), counts) for g, counts in grads]
     full = [g for g, counts in local if counts and isinstance(g, Tensor) and g.numel()]
     squares = iter(_squares(full) if full else [])

@@ -1,4 +1,4 @@
-"""The factor of the loss in fp16, whose small gradients would vanish without one."""
+"""The loss scale of fp16, without which small gradients would vanish."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 @dataclass(frozen=True)
 class ScaleState:
-    """What a checkpoint keeps of a scale that is found by trial.
+    """The part of a checkpoint for an adaptive loss scale.
 
     Attributes:
         scale: the factor of the next step.
@@ -31,7 +31,7 @@ class ScaleState:
 
 
 class LossScaler:
-    """The loss scale of each step in fp16: constant, or found by trial as Megatron-LM does.
+    """The loss scale of each step in fp16: constant, or adapted as in Megatron-LM.
 
     It is halved where gradients overflow, which are left out, and doubled after many that do not
     (Micikevicius et al., Mixed Precision Training, ICLR 2018). The same on every rank.
@@ -54,22 +54,22 @@ class LossScaler:
 
     @property
     def scale(self) -> float | None:
-        """What the loss, and so every gradient, is multiplied with; None: 1, in other types."""
+        """The factor of the loss, and so of every gradient; None: 1, in other types."""
         return None if self._state is None else self._state.scale
 
     @property
     def state(self) -> ScaleState | None:
-        """What a checkpoint keeps; None of a scale that does not change."""
+        """The state for a checkpoint; None for a constant scale."""
         return self._state if self._config.loss_scale is None else None
 
     def changed(self, before: float | None) -> str:
-        """What has become of the scale of the step before, for people."""
+        """A sentence on how the scale has changed since the previous step."""
         assert before is not None and self.scale is not None
         then = f"is {_named(self.scale)} from now on" if self.scale != before else "stays"
         return f"the loss scale, {_named(before)}, {then}"
 
     def take(self, state: ScaleState | None) -> None:
-        """Go on from the state of a checkpoint, if it has one."""
+        """Continue from the state of a checkpoint, if it has one."""
         if state is not None and self.state is not None:
             self._set(state)
 
@@ -95,6 +95,6 @@ class LossScaler:
 
 
 def _named(scale: float) -> str:
-    """A power of two as such: '2^16'."""
+    """A power of two as text: '2^16'."""
     power = round(math.log2(scale))
     return f"2^{power}" if 2.0**power == scale else f"{scale:g}"

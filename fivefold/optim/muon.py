@@ -56,7 +56,7 @@ def orthogonalised(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def update_factor(shape: Sequence[int], config: OptimizerConfig) -> float:
-    """What an orthogonal update of a matrix [..., out, in] is multiplied with."""
+    """The factor of an orthogonal update of a matrix [..., out, in]."""
     out, into = shape[-2:]
     scales = {
         "spectral": sqrt(max(out, into)),
@@ -70,7 +70,7 @@ Shared = tuple[Sequence[Matrix], int, dist.ProcessGroup | None]
 
 
 class Holders:
-    """Ranks that hold the parts of the same matrices, and put each together on one of them.
+    """Ranks that hold the parts of the same matrices, and gather each matrix on one of them.
 
     Args:
         matrices: the matrices, the same on all of the ranks, each at least in part.
@@ -138,7 +138,7 @@ class Holders:
     def _put_together(
         self, of: Sequence[Sequence[Matrix]], part_of: Callable[[str], Tensor]
     ) -> dict[str, Tensor]:
-        """The whole matrices of this rank, of those dealt out to each."""
+        """This rank's whole matrices, gathered from all holders."""
         here = self._rank
         sent = [[part_of(m.name) for m in each if m.sends(here)] for each in of]
         got = [[m for m in of[here] if m.sends(rank)] for rank in range(len(of))]
@@ -154,7 +154,7 @@ class Holders:
     def _exchange(
         self, like: Tensor, sent: list[list[Tensor]], sizes: list[list[int]]
     ) -> list[Sequence[Tensor]]:
-        """Send each rank its tensors; those of the given sizes that come from each."""
+        """Send each rank its tensors; returns those of the given sizes received from each."""
         assert self._group is not None, "a rank alone splits nothing"
         flat = [[tensor.reshape(-1) for tensor in each] for each in sent]
         out = like.new_empty(sum(map(sum, sizes)))
@@ -170,7 +170,7 @@ class Holders:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised over whole matrices, whoever holds their parts.
+    """Momentum, orthogonalised over whole matrices whose parts several ranks may hold.
 
     Its state is the mean of gradients, under the name of AdamW's first moment.
 
@@ -209,7 +209,7 @@ class Muon(torch.optim.Optimizer):
             holders.each_whole(self._direction, self._orthogonalised, self._move)
 
     def _move(self, matrix: Matrix, update: Tensor) -> None:
-        """Move this rank's part of a matrix by its part of an orthogonal one."""
+        """Update this rank's part of a matrix by its part of the orthogonal one."""
         (group,) = self.param_groups
         leaf, lr = self._leaves[matrix.name], group["lr"]
         new = leaf * (1 - lr * group["weight_decay"])
@@ -217,7 +217,7 @@ class Muon(torch.optim.Optimizer):
         leaf.copy_(self._unless_found(new, leaf))
 
     def _direction(self, name: str) -> Tensor:
-        """What is orthogonalised of a matrix."""
+        """The matrix to orthogonalise: the mean of gradients, with Nesterov's term if set."""
         leaf = self._leaves[name]
         mean = self.state[leaf][MOMENTS[0]]
         if not self._config.muon_nesterov or not leaf.numel():
@@ -233,7 +233,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class MuonAdamW(AdamW):
-    """AdamW, but Muon for the matrices of the layers.
+    """Muon for the matrices of the layers, AdamW for all other parameters.
 
     Args:
         parameters: as for `AdamW`.

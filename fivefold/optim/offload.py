@@ -88,14 +88,14 @@ class HostAdamW:
         return name in self._parameters
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is in host memory: room for gradients, masters and moments, or rooms for those
-        that come from a file, and weights that are not on the device."""
+        """Everything in host memory: buffers for gradients, masters and moments (or buffers for
+        those in a file), and weights that are off the device."""
         yield from self.state.tensors()
         if self.weights is not None:
             yield from self.weights.tensors()
 
     def rooms(self) -> Iterator[Tensor]:
-        """All that is on the device: rooms in which buckets are updated."""
+        """The buffers on the device in which buckets are updated."""
         if self._rooms is not None:
             yield from self._rooms.tensors()
 
@@ -104,7 +104,7 @@ class HostAdamW:
         return self.state.disk_bytes() + (0 if self.weights is None else self.weights.disk_bytes())
 
     def leave_when_reduced(self, name: str, *, whole: bool) -> None:
-        """Let FSDP2 hand over the gradient of a parameter each time that it has reduced it.
+        """Make FSDP2 hand over the gradient of a parameter whenever it has reduced it.
 
         One that is not `whole` yet stays for further sums, in memory of its own: it is a part of
         the message of a block, which would stay with it.
@@ -114,7 +114,7 @@ class HostAdamW:
 
     @torch.no_grad()
     def leave(self, name: str) -> None:
-        """Start copying a reduced gradient to the host, added to what has left in this step.
+        """Start copying a reduced gradient to the host, added to earlier ones of this step.
 
         The host's sum is fetched for that: a device adds faster than hosts.
         """
@@ -131,21 +131,21 @@ class HostAdamW:
         self._left[name] = departed, link.out(grad, host)[1]
 
     def leave_all(self) -> None:
-        """Let go of what has not left by a hook; afterwards no gradient is on the device."""
+        """Copy the gradients that no hook has copied; afterwards no gradient is on the device."""
         for name in reversed([n for n, p in self._parameters.items() if p.grad is not None]):
             self.leave(name)
 
     def departed(self, name: str) -> Departed:
-        """What the norm needs of a gradient."""
+        """A gradient's contribution to the norm."""
         return self._left[name][0]
 
     def gradient(self, name: str) -> Tensor:
-        """This rank's part of a gradient that has left, on the host."""
+        """This rank's part of a gradient that has been copied to the host."""
         self.link.arrive(self._left[name][1])
         return self.state.gradient(name)
 
     def step(self, rates: StepRates, norm: float, loss_scale: float | None) -> None:
-        """Clip and update, bucket by bucket, and send weights back; no gradient is left afterwards.
+        """Clip and update, bucket by bucket, and copy weights back; no gradient is left afterwards.
 
         Args:
             rates: learning rates and weight decay.
@@ -209,7 +209,7 @@ class HostAdamW:
             self.state.seal(bucket)
 
     def forget(self) -> None:
-        """Drop the gradients that have left."""
+        """Drop the copied gradients."""
         self._left = {}
 
     def set_steps(self, steps: int) -> None:
@@ -235,7 +235,7 @@ class HostAdamW:
 
 
 def _stay(parameter: Tensor) -> None:
-    """Give a gradient that is a part of a larger tensor its own memory."""
+    """Copy a gradient that is a part of a larger tensor into memory of its own."""
     grad = parameter.grad
     assert grad is not None
     local = local_tensor(grad)
@@ -247,13 +247,13 @@ def _stay(parameter: Tensor) -> None:
 def _like(
     config: OptimizerConfig, dtype: torch.dtype, gradient_dtype: torch.dtype, shape: tuple[int, ...]
 ) -> dict[str, Tensor]:
-    """On the meta device, what is kept of a parameter of this shape."""
+    """Tensors on the meta device with the shapes of a parameter's state."""
     master, gradient = (torch.empty(shape, dtype=d, device="meta") for d in (dtype, gradient_dtype))
     return {GRADIENT: gradient, MASTER: master} | moments_like(master, config)
 
 
 class _Weights:
-    """The weights with which the device computes, which get the values of updated masters.
+    """The weights used for computing, which receive the values of updated masters.
 
     Args:
         parameters: parameters by global name.
@@ -289,7 +289,7 @@ class _Weights:
 
     @torch.no_grad()
     def replace(self, bucket: Bucket, lines: Lines) -> Iterator[tuple[BucketPart, Tensor, Mark]]:
-        """Give weights the values of masters on the device; overwrites gradients.
+        """Set weights from masters on the device; overwrites gradients.
 
         Those that are not there start for the host: they arrive in the room of their gradients.
         """
@@ -302,21 +302,21 @@ class _Weights:
             yield part, *self._link.out(leaving, self._waiting(part, dtype))
 
     def _waiting(self, part: BucketPart, dtype: torch.dtype) -> Tensor:
-        """Room for weights on the host, in that of their gradients."""
+        """Host memory for weights that wait to be copied: that of their gradients."""
         return _beginning(self._state.gradient(part.name).view(-1)[part.elements], dtype)
 
     def _weight(self, part: BucketPart) -> Tensor:
-        """What the device computes with, flat."""
+        """The weight used for computing, flat."""
         return local_tensor(self._parameters[part.name]).view(-1)[part.elements]
 
 
 def _beginning(room: Tensor, dtype: torch.dtype) -> Tensor:
-    """As many elements of a narrower dtype, at the beginning of contiguous memory."""
+    """The same number of elements of a narrower dtype, at the start of contiguous memory."""
     return room.view(-1).view(dtype)[: room.numel()]
 
 
 class _BucketUpdate:
-    """AdamW of a bucket, on the memory in which it is updated.
+    """AdamW for a bucket, on the memory in which it is updated.
 
     Attributes:
         adamw: the optimizer.

@@ -26,7 +26,7 @@ GRADIENT = "gradient"
 
 @dataclass(frozen=True)
 class StatePlace:
-    """Where a state of some elements lies.
+    """Location of a state of some elements.
 
     Attributes:
         line: the line.
@@ -45,7 +45,7 @@ class StatePlace:
 
 @dataclass(frozen=True)
 class BucketPart:
-    """What a bucket has of a parameter: whole rows, so many that no vector of a CPU is cut.
+    """A bucket's part of a parameter: whole rows, in multiples of a CPU's vector.
 
     Attributes:
         name: name of the parameter.
@@ -85,11 +85,11 @@ class Bucket:
     parts: tuple[BucketPart, ...]
 
     def of(self, lines: Lines) -> Lines:
-        """Its lines, from lines of all buckets."""
+        """The bucket's sections of lines that hold all buckets."""
         return {line: lines[line][section] for line, section in self.sections.items()}
 
     def in_room(self, room: Lines) -> Lines:
-        """Its lines, in a room that any bucket fits in."""
+        """The bucket's sections of a buffer into which any bucket fits."""
         return {line: room[line][: s.stop - s.start] for line, s in self.sections.items()}
 
 
@@ -147,7 +147,7 @@ def _cut(shapes: Mapping[str, tuple[int, ...]], limit: int) -> Iterator[list[_Cu
 
 
 def append_places(ends: Counter[Line], like: Mapping[str, Tensor]) -> dict[str, StatePlace]:
-    """Places for states at the ends of their lines, which move on; `like`: as of `Likes`."""
+    """Append places for states to their lines; `like`: see `Likes`."""
     found = dict[str, StatePlace]()
     for state, tensor in like.items():
         line = state, tensor.dtype

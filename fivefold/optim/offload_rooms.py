@@ -1,4 +1,4 @@
-"""Rooms on the device in which optimizer state from host memory is updated, bucket by bucket."""
+"""Buffers on the device in which optimizer state from host memory is updated, bucket by bucket."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from fivefold.optim.offload_state import OffloadedState, Visit
 
 
 class UpdateRooms:
-    """Rooms on the device that hold a bucket each: one comes, one is updated, one goes back.
+    """Device buffers for one bucket each: one is being filled, one updated, one copied back.
 
     Args:
         state: what passes through.
@@ -28,7 +28,7 @@ class UpdateRooms:
         self._last: Mark = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """All rooms."""
+        """All buffers."""
         for room in self._rooms:
             yield from room.values()
 
@@ -37,7 +37,8 @@ class UpdateRooms:
         return bucket.in_room(self._rooms[self._at(bucket)])
 
     def bring(self, visit: Visit, left: Mark) -> Mark:
-        """Start copying a bucket here; `left`: when the last of its gradients is on the host."""
+        """Start copying a bucket into a buffer; `left`: the event after its last gradient has
+        reached the host."""
         freed = self._free[self._at(visit.bucket)]
         lines = self.lines_of(visit.bucket)
         # Gradients last: they may still be on their way to the host.
@@ -58,7 +59,7 @@ class UpdateRooms:
         return self._last
 
     def settle(self) -> None:
-        """Wait on the host until all is there."""
+        """Wait on the host until all buckets have been copied back."""
         self._link.arrive(self._last)
 
     def _at(self, bucket: Bucket) -> int:

@@ -1,4 +1,4 @@
-"""Where optimizer state off the device lies: in host memory, or in a file that is read ahead."""
+"""Optimizer state off the device: in host memory, or in a file that is read ahead."""
 
 import time
 from collections import Counter
@@ -44,7 +44,8 @@ class Visit:
 
 
 class OffloadedState:
-    """Masters and moments of parameters in host memory or in a file, and room for their gradients.
+    """Masters and moments of parameters in host memory or in a file, and buffers for their
+    gradients.
 
     Args:
         shapes: shapes of this rank's parts by name, in the order in which gradients arrive.
@@ -108,7 +109,8 @@ class OffloadedState:
     def room(
         self, make: Callable[[int, torch.dtype], Tensor], *, gradients: bool = False
     ) -> dict[Line, Tensor]:
-        """Room for the masters and moments of any bucket, and for its gradients if wanted."""
+        """Size of the buffer for the masters and moments of any bucket, and for its gradients if
+        wanted."""
         lines = [*([self._gradients] if gradients else ()), *self._lines]
         return {line: make(self._capacities.get(line, 0), line[1]) for line in lines}
 
@@ -118,7 +120,7 @@ class OffloadedState:
         return self._read_seconds + self._written_seconds
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is in host memory."""
+        """Everything in host memory."""
         yield self.gradients
         for lines in self._visiting if self._file is not None else [self._lines]:
             yield from lines.values()
@@ -128,11 +130,11 @@ class OffloadedState:
         return 0 if self._file is None else self._file.nbytes
 
     def gradient(self, name: str) -> Tensor:
-        """Room for a parameter's gradient."""
+        """Host buffer for a parameter's gradient."""
         return self._places[name][GRADIENT].of({self._gradients: self.gradients})
 
     def kept(self, name: str) -> dict[str, Tensor]:
-        """The master of a parameter, its moments and their scales, where they are kept."""
+        """The master of a parameter, its moments and their scales, where they are stored."""
         self.settle()
         places = self._places[name].items()
         return {state: place.of(self._lines) for state, place in places if state != GRADIENT}
@@ -143,24 +145,24 @@ class OffloadedState:
             self._writes.popitem()[1].result()
 
     def lines_of(self, bucket: Bucket) -> Lines:
-        """Where a bucket is when it is updated in host memory."""
+        """Where a bucket is while it is updated in host memory."""
         held = self.held(bucket)
         if self._file is None:
             return held
         return bucket.in_room({**held, **self._visiting[bucket.number % self.rooms]})
 
     def held(self, bucket: Bucket) -> Lines:
-        """A bucket where it is kept."""
+        """A bucket where it is stored."""
         return bucket.of({**self._lines, self._gradients: self.gradients})
 
     def having(self, names: Container[str]) -> Iterator[Bucket]:
-        """The buckets with parts of some parameters."""
+        """The buckets with parts of these parameters."""
         for bucket in self.buckets:
             if any(part.name in names for part in bucket.parts):
                 yield bucket
 
     def seal(self, bucket: Bucket) -> None:
-        """Take note that masters and moments were set, so that files are known to hold them."""
+        """Record that masters and moments were set, so that files hold them."""
         if self._file is not None:
             self._file.seal(_on_disk(bucket))
 
@@ -183,7 +185,7 @@ class OffloadedState:
         return self._reader.submit(self._read, bucket, before)
 
     def _read(self, bucket: Bucket, before: Future[None] | None) -> None:
-        """Read a bucket, once what was in its room before is written."""
+        """Read a bucket, after the previous contents of its buffer have been written."""
         if before is not None:
             before.result()
         began = time.perf_counter()
@@ -209,7 +211,7 @@ class OffloadedState:
 
 
 def _on_disk(bucket: Bucket) -> Iterator[tuple[Line, slice]]:
-    """What a file holds of a bucket."""
+    """The part of a bucket that is in the file."""
     return (part for part in bucket.sections.items() if part[0][0] != GRADIENT)
 
 

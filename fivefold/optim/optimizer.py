@@ -12,7 +12,7 @@ from fivefold.optim.offload import HostAdamW
 
 
 class Optimizer:
-    """AdamW, or Muon beside it, on the device for some parameters and on the host for the others.
+    """The optimizer of some parameters on the device, and of the others on the host.
 
     Args:
         parameters: all parameters of this rank by global name.
@@ -56,7 +56,7 @@ class Optimizer:
         return {n: masters.get(n) or piece_of(p) for n, p in self._parameters.items()}
 
     def take(self, weights: Mapping[str, Piece]) -> None:
-        """Let the model compute with weights that were initialised or loaded, by name."""
+        """Make the model compute with weights that were initialised or loaded, by name."""
         self.device.take(weights)
         self.host.publish(weights)
 
@@ -66,7 +66,7 @@ class Optimizer:
         return grad if scale is None else grad / scale
 
     def _scaled(self, name: str) -> Tensor:
-        """The same, of the loss times its scale."""
+        """This rank's part of a reduced gradient of the scaled loss."""
         if name in self.host:
             return self.host.gradient(name)
         grad = self._parameters[name].grad
@@ -74,7 +74,7 @@ class Optimizer:
         return local_tensor(grad)
 
     def measurable(self, name: str) -> Tensor | Departed:
-        """What the norm needs of a reduced gradient of the loss times its scale."""
+        """The contribution to the norm of a reduced gradient of the scaled loss."""
         return self.host.departed(name) if name in self.host else self._scaled(name)
 
     def state_tensors(self) -> dict[str, Piece]:

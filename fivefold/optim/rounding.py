@@ -1,4 +1,4 @@
-"""AdamW whose weights and moments are kept in fewer bits than it computes with.
+"""AdamW whose weights and moments are stored in fewer bits than it computes with.
 
 They are rounded stochastically. Rounded to the nearest, a moment of few bits stops to decay, and a
 weight to move: bf16 keeps 8 bits of a number, and a factor beta2 of 0.999 changes it by less than
@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
 REMAINDER = "remainder"
 MASTER = "master"
 AT_A_TIME = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Elements that are updated at a time: their random bits stay in the cache of a CPU."""
+"""Elements that are updated at a time, so that their random bits stay in a CPU's cache."""
 LANES = 64
 """A multiple of the numbers in the vectors of any CPU."""
 
@@ -68,7 +68,7 @@ class NamedElements:
         return ids_R[self.within], torch.arange(inner.start, inner.stop, device=device)
 
     def key(self, step: int) -> int:
-        """What makes this parameter's random bits others than those of all others.
+        """Key of this parameter's random bits in a step.
 
         Args:
             step: optimizer steps taken before.
@@ -205,7 +205,7 @@ class Master:
         return exact(self.matrix[rows], self.remainder[rows])
 
     def keep(self, rows: slice, new_RC: Tensor, bits: Tensor | None) -> None:
-        """Replace some rows; random bits, of which the third 16 are used, as for `Moment.keep`."""
+        """Replace some rows; uses the third 16 random bits, as `Moment.keep` uses others."""
         kept = self.matrix[rows]
         if self.remainder is not None:
             divide(new_RC, kept, self.remainder[rows])
@@ -223,7 +223,7 @@ def exact(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def divide(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Divide a master in fp32 into a weight of bf16, the nearest, and the 16 bits that it lacks.
+    """Split an fp32 master into the nearest bf16 weight and the 16 remaining bits.
 
     As in Transformer Engine, a master in the middle between two goes away from 0, not to the even
     one: with 16 bits more, no other rule leaves a way back.
@@ -288,12 +288,13 @@ class Moment:
 
 
 def _like(flat: Tensor, kept: Tensor) -> Tensor:
-    """What was computed from a piece, without the rest that `_computed` added."""
+    """The result for a piece, without the padding that `_computed` added."""
     return flat.view(-1)[: kept.numel()].view_as(kept)
 
 
 def _computed(kept: Tensor, dtype: torch.dtype) -> Tensor:
-    """A piece as the update computes with it: itself if it can be, else a flat copy.
+    """A piece in the form in which the update computes: itself if possible, else a flat padded
+    copy.
 
     A CPU's fused kernel computes what is left over of its vectors in other bits, so that these
     would depend on how a parameter is cut; the copy has no such rest.
@@ -306,5 +307,5 @@ def _computed(kept: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_of(moment: str) -> str:
-    """The name in the optimizer's state of the scales of a moment."""
+    """The name in the optimizer's state of a moment's scales."""
     return f"{moment}_scale"

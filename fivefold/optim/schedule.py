@@ -7,7 +7,7 @@ from fivefold.config.training import OptimizerConfig, TrainingConfig
 
 
 class StepRates(NamedTuple):
-    """By what a step moves weights.
+    """Learning rates and weight decay of one step.
 
     Attributes:
         lr: learning rate of the layers.

@@ -98,7 +98,7 @@ def _uses(acts: Sequence[Act]) -> tuple[dict[int, list[int]], dict[int, int]]:
 
 
 class _GatheredStages:
-    """The stages that a rank has gathered, at most so many, from one action to the next."""
+    """The stages that a rank has gathered, at most this many, from one action to the next."""
 
     def __init__(self, uses: Mapping[int, Sequence[int]], most: int | None) -> None:
         self._uses, self._most = uses, most
@@ -107,7 +107,8 @@ class _GatheredStages:
         self._busy: list[int] = []  # those that it reads
 
     def bring(self, stages: Sequence[int]) -> tuple[list[Act], bool]:
-        """What gathers these, and whether it can be done before the last compute action."""
+        """Actions that gather these stages, and whether they can run before the last compute
+        action."""
         wanted = self.stages.union(stages)
         room = max(len(stages), self._most or len(wanted))
         idle = sorted(self.stages.difference(stages), key=lambda stage: -self._uses[stage][-1])
@@ -120,5 +121,5 @@ class _GatheredStages:
         return changes, fits and not set(evicted).intersection(self._busy)
 
     def compute(self, stages: list[int]) -> None:
-        """Note that the next compute action reads these."""
+        """Record that the next compute action reads these stages."""
         self._held, self._busy = set(self.stages), stages

@@ -83,42 +83,42 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Machines that the GPUs are in."""
+        """Number of machines."""
         return -(-self.num_gpus // self.gpus_per_node)
 
     @property
     def is_rack(self) -> bool:
-        """Whether a node, in which NVLink connects all GPUs, is a rack of hosts."""
+        """Whether an NVLink domain spans several hosts (a rack)."""
         return self.gpus_per_node > LARGEST_HOST
 
     def lateness(self, gpus: int) -> float:
-        """The share of a step by which the slowest of so many GPUs is expected to be late."""
+        """Expected lateness of the slowest of `count` GPUs, as a share of the step."""
         return self.jitter * sqrt(2 * log(gpus))
 
     @property
     def host_share(self) -> float:
-        """Bytes of host memory for each GPU that takes part; infinite if not known."""
+        """Bytes of host memory per participating GPU; infinite if not known."""
         return inf if self.host_memory_bytes is None else self.host_memory_bytes / self.sharing
 
     @property
     def disk_share(self) -> float:
-        """Bytes of disk for each GPU that takes part; infinite if not known."""
+        """Bytes of disk per participating GPU; infinite if not known."""
         return inf if self.disk_bytes is None else self.disk_bytes / self.sharing
 
     @property
     def host_rate(self) -> float:
-        """Bytes/s of host memory that programs reach for each GPU that takes part."""
+        """Bytes/s of host memory that programs reach, per participating GPU."""
         if self.host_memory_bandwidth is None:
             return self.host_bandwidth
         return HOST_EFFICIENCY * self.host_memory_bandwidth / self.sharing
 
     @property
     def room(self) -> float:
-        """Bytes that the tensors of a plan may take on one device."""
+        """Bytes that a plan's tensors may take on one device."""
         return self.gpu.memory_bytes * (1 - self.memory_margin) - self.reserved_bytes
 
     def within(self, budget: float) -> "Cluster":
-        """The same machines with GPUs on which tensors may take this many bytes."""
+        """The same machines, with this many bytes for tensors on each GPU."""
         size = budget + self.reserved_bytes
         return replace(self, gpu=replace(self.gpu, memory_bytes=size), memory_margin=0.0)
 
@@ -181,6 +181,6 @@ def preset(name: str, num_gpus: int | None = None) -> Cluster:
 
 
 def known_gpu(name: str) -> str | None:
-    """The kind of GPU that a name means, if it means one."""
+    """The kind of GPU that a name denotes; None if unknown."""
     known = {key.lower(): key for key in GPUS} | dict(_ALIASES)
     return known.get(name.lower())

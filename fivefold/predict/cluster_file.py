@@ -100,7 +100,7 @@ def _written(value: float | str) -> str:
 
 
 def _from_table(table: dict[str, Any], path: Path) -> Cluster:
-    """The cluster of a file: its preset, if it names one, with the values of the file."""
+    """The cluster that a file describes: its preset, if it names one, changed by its values."""
     mistakes = Mistakes()
     names = [table.pop(key) for key in ("preset", "gpu") if isinstance(table.get(key), str)]
     if len(names) > 1:
@@ -175,7 +175,7 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
 
 
 def within_range(name: str, value: float) -> float:
-    """The value of a key nearest to this one that a file may have."""
+    """The nearest value that a file may have for this key."""
     return min(max(value, _RANGES[name].low), _RANGES[name].high)
 
 

@@ -1,4 +1,4 @@
-"""The machines that GPUs are usually built into, from their makers' data sheets."""
+"""The usual machines of each GPU, from their makers' data sheets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -105,7 +105,7 @@ def _kind(layout: Layout) -> str:
 
 
 def unusual(layout: Layout, cluster: Cluster) -> Iterator[str]:
-    """The ways in which a layout lies outside of the published runs that were fitted on."""
+    """The ways in which a layout differs from the published runs that were fitted."""
     gpu, grid = cluster.gpu, layout.grid
     if GPUS.get(gpu.name) == gpu and gpu.name not in _FITTED:
         yield f"no run on {gpu.name} was fitted: its kernels are taken to be like others"

@@ -133,7 +133,7 @@ class Software:
     imbalance: float = 1.0
 
     def on(self, cluster: Cluster) -> Cluster:
-        """The cluster with the attention rate that this software reaches."""
+        """The cluster with the attention rate of this software's kernel."""
         gpu = cluster.gpu
         listed = 1.0 if gpu.peak.fp4 else gpu.flash2
         shares = {"flash1": gpu.flash1, "flash2": gpu.flash2, "listed": listed}

@@ -112,8 +112,9 @@ def program_times(
 def _walk(
     clocks: Sequence[Clock], costs: Sequence[Sequence[Costs]], once: Sequence[Sequence[Once]]
 ) -> list[tuple[list[float], list[float]]]:
-    """Seconds of each layout's program for each of its costs, and by which each of what may be sent
-    once lengthens it with the first of them; layouts share one walk if their programs are equal."""
+    """Seconds of each layout's program for each of its costs, and by how much each option of
+    communication once a step lengthens it, with the first costs; layouts with equal programs share
+    one walk."""
     alike: dict[Clock, list[int]] = {}
     for number, clock in enumerate(clocks):
         alike.setdefault(clock, []).append(number)
@@ -176,7 +177,7 @@ class _Predictor:
         return total + Times(dp=sharded, offload=self._brought(total.total + sharded, spec))
 
     def _brought(self, work: Phases, spec: StageParts) -> Phases:
-        """Seconds by which weights that are not on the device arrive later than `work` ends."""
+        """Seconds by which copies of offloaded weights arrive after `work` has ended."""
         if not self.policy.away:
             return Phases()
         shard, expert = data_groups(self.layout, self.cluster)
@@ -187,14 +188,15 @@ class _Predictor:
         return self.times.later(bringing_seconds(self.cluster, self.policy, parameters), work)
 
     def _moves(self, kind: StageKind, spec: StageParts) -> Moves:
-        """What data parallelism sends for a stage."""
+        """Data-parallel communication of a stage."""
         if kind not in self._known_moves:
             self._known_moves[kind] = moves(self.layout, self.cluster, self.software, spec)
         return self._known_moves[kind]
 
     @property
     def _sharding(self) -> Sharding:
-        """The strategy by which the software communicates, perhaps less often than it shards."""
+        """The strategy by which the software communicates, which may be less often than it
+        shards."""
         sharding = self.parallel.sharding
         once = self.software.reduces_once and self.grid.pp > 1 and sharding.splits_optimizer
         return SHARDING["optim"] if once else sharding
@@ -261,13 +263,14 @@ class _Predictor:
 
     @cached_property
     def once(self) -> Once:
-        """What is sent once a step."""
+        """Communication once a step."""
         parts = zip(self.kinds, self.layout.split.stages, strict=True)
         each = [self._moves(kind, spec) for kind, spec in parts]
         return self.sent(self._sharding, each, self._optimizer[0])
 
     def sent(self, sharding: Sharding, moves: Sequence[Moves], update: float) -> Once:
-        """What a strategy sends once a step, given each stage's transfers and the update's time."""
+        """Communication once a step of a strategy, given each stage's transfers and the update's
+        time."""
         slices, split = self.parallel.num_sequence_slices, self.layout.split
         stages = [
             (move, times.total.forward / slices, len(spec.layers))
@@ -305,7 +308,8 @@ class _Predictor:
         return here, late + offload_seconds(cluster, policy, kept)
 
     def _trained(self, stages: Iterable[StageParts]) -> tuple[int, int, int]:
-        """Trained weights of a rank's stages but for experts, those of experts, and tensors."""
+        """Trained weights of a rank's stages: without experts, experts only, and the number of
+        tensors."""
         dense = experts = tensors = 0
         for stage in stages:
             for block in stage_blocks(self.layout, stage, trained=True):
@@ -315,8 +319,8 @@ class _Predictor:
         return dense, experts, tensors
 
     def _summing(self) -> float:
-        """Seconds in which Fivefold adds gradients to those of earlier microbatches, unless each
-        microbatch's are reduced to shards."""
+        """Seconds for adding gradients to those of earlier microbatches, unless each microbatch's
+        are reduced to shards."""
         if self.software.accumulates_apart != "grouped" or self._sharding.splits_gradients:
             return 0.0
         config, stages, most = self.layout.config, self.layout.split.stages, 0.0
@@ -382,5 +386,5 @@ _TENSOR_OPERATIONS = 15  # kernels per tensor in AdamW, the norm and the copies
 
 
 def _narrow_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
-    """A stage without the layers that keep bf16."""
+    """A stage without its bf16 layers."""
     return replace(stage, layers=tuple(n for n in stage.layers if not model.is_wide(n)))

@@ -1,1 +1,1 @@
-"""Runs that others published, and how far predictions are off on them."""
+"""Runs that others published, and the errors of predictions for them."""

@@ -29,7 +29,7 @@ _MODULES: Mapping[str, str] = MappingProxyType(
 def ways_to_recompute(
     row: PublishedRow, model: ModelConfig, framework: Framework
 ) -> list[dict[str, Any]]:
-    """The settings of recomputation that a row tells, or else each that it may have used.
+    """The recomputation settings that a row names, or else each that it may have used.
 
     Raises:
         DataError: the cell names something that is not known.

@@ -212,7 +212,7 @@ def model_of(row: PublishedRow, *, drops_scores: bool = False) -> ModelConfig:
 
 
 def _further(row: PublishedRow) -> dict[str, Any]:
-    """Further predictions as the note says them, where a run makes others than its preset."""
+    """Multi-token predictions as the note gives them, for runs that differ from their preset."""
     told = _PREDICTIONS.search(row.text("note"))
     if told is None:
         return {}
@@ -220,7 +220,7 @@ def _further(row: PublishedRow) -> dict[str, Any]:
 
 
 def _differing(row: PublishedRow, preset: ModelConfig) -> list[str]:
-    """What a row says of the shape of its model, but for its layers, that its preset is not."""
+    """How a row's shape, apart from its layers, differs from its preset."""
     shape = {
         "h": (preset.hidden_size,),
         "heads": (preset.num_attention_heads,),
@@ -298,8 +298,8 @@ def _from_shape(
 def cluster_of(row: PublishedRow) -> Cluster:
     """The cluster of a row, by the planner's or the driver's name of the GPU, and its network.
 
-    The network is that which its column tells, or its note, by a node's links ("4x100 Gbit/s"), or
-    else the usual one of machines with this GPU.
+    The network is the one in its column or note, by a node's links ("4x100 Gbit/s"), or else the
+    usual one of machines with this GPU.
 
     Raises:
         ConfigError: the GPU is not known.

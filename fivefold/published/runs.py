@@ -46,7 +46,7 @@ _KERNELS: Mapping[str, Attention] = MappingProxyType(
 
 
 def software_of(row: PublishedRow, framework: Framework) -> Software:
-    """Kernels and habits of a framework in a row's run, and what the row tells of them."""
+    """Kernels and habits of a framework in a row's run, and what the row itself says about them."""
     note, habits = row.text("note"), framework.software
     stage, kind = _strategy(row, framework).zero_stage, row.text("prec")
     wire = _wire_bytes(row) or habits.gradient_bytes or (2.0 if kind == "fp16" else None)
@@ -112,8 +112,8 @@ def _graphed(row: PublishedRow) -> frozenset[Module]:
 
 
 def _dispatcher(row: PublishedRow) -> Dispatcher:
-    """What exchanged the tokens of experts: as its column or a note tells, or else DeepEP if
-    experts are on several nodes."""
+    """The token dispatcher of experts: as a column or note says, or else DeepEP if experts span
+    nodes."""
     told, degree = row.text("dispatcher"), row.whole("ep") or 1
     for name in DISPATCHERS:
         if told == name:
@@ -203,7 +203,7 @@ def row_layouts(row: PublishedRow) -> tuple[Choice, ...]:
 
 
 def _of_framework(row: PublishedRow, framework: Framework) -> list[Choice]:
-    """Every configuration that a row may mean in one framework."""
+    """Every configuration that a row may mean within one framework."""
     model = model_of(row, drops_scores=software_of(row, framework).attention == "scores")
     world, batch, length = row.whole("ngpu"), row.whole("gbs"), row.whole("seq")
     if not (world and batch and length):
@@ -286,7 +286,7 @@ _REPLICAS = re.compile(r"(?:hsdp\s*|(?:fsdp|[123])\s+)(\d{1,7})x(\d{1,7})")
 
 
 def _told(row: PublishedRow, column: str, otherwise: bool) -> bool:
-    """What a column of 0 and 1 tells; `otherwise` where it is empty."""
+    """The meaning of a column of 0 and 1; `otherwise` where it is empty."""
     told = row.whole(column)
     return otherwise if told is None else bool(told)
 

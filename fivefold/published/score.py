@@ -279,7 +279,7 @@ def report(path: Path) -> ScoreReport:
 
 
 def _predicts_failure(row: PublishedRow, cluster: Cluster) -> bool:
-    """Whether none of the configurations that a row may mean fits the memory."""
+    """Whether none of a row's possible configurations fits the memory."""
     return not any(published_peak(row, choice, cluster).fits for choice in row_layouts(row))
 
 

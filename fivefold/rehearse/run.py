@@ -33,6 +33,7 @@ from fivefold.rehearse.world import pretended_world
 from fivefold.train.engine import Engine
 from fivefold.train.ranks.children import leave_signals_to_parent
 from fivefold.train.ranks.failures import BY_NOBODY
+from fivefold.train.ranks.signals import held_back
 
 
 def rehearse_ranks(
@@ -56,7 +57,9 @@ def rehearse_ranks(
     fork, size = multiprocessing.get_context("fork"), min(processes, len(ranks))
     with ProcessPoolExecutor(size, fork, _begin, (os.getpid(),)) as pool:
         try:
-            return [*pool.map(one, ranks)]
+            with held_back():
+                scripts = pool.map(one, ranks)
+            return [*scripts]
         except BrokenProcessPool:
             what = f"one of {size} processes that rehearse ranks was killed"
             raise FivefoldError(Mistake(what, (BY_NOBODY,), attempt="--jobs 1")) from None

@@ -83,7 +83,7 @@ def drawn(charts: Sequence[StepChart]) -> Iterator[str]:
 
 
 def _named(story: Story, stories: Sequence[Story], name: str) -> str:
-    """What a line is called: with the run's name only where there are two."""
+    """A line's label; contains the run's name only if there are two runs."""
     return " ".join([story.name] * (len(stories) > 1) + [name] * bool(name)) or story.name
 
 

@@ -1,4 +1,4 @@
-"""What people ask first of a run."""
+"""The main facts of runs."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from fivefold.units import human_bytes, human_count, human_flops, human_seconds
 
 
 def facts(stories: Sequence[Story]) -> list[tuple[str, ...]]:
-    """(name, value for each run) of what people ask first; what no run has is left out."""
+    """(name, value for each run) of the main facts, without those that no run has."""
     averaged = min(LAST, max((len(story.values("loss")) for story in stories), default=LAST))
     evaluations = [record for story in stories for record in story.evaluations]
     every: list[tuple[str, Callable[[Story], str]]] = [

@@ -28,7 +28,7 @@ _Count = Annotated[int, Meta(ge=0, lt=MOST_STEPS)]
 
 
 class _Load(TypedDict):
-    """What is shown of a layer with experts."""
+    """The load of a layer's experts, as it is shown."""
 
     tokens: Annotated[list[_Count], Meta(min_length=1)]
 
@@ -55,7 +55,7 @@ def page(stories: Sequence[Story], gains: Sequence[str] = ()) -> str:
 
 
 def _runs(stories: Sequence[Story]) -> Iterator[str]:
-    """Which colour is which run, where there are two."""
+    """A legend of the runs' colours, if there are two."""
     if len(stories) > 1:
         tones = zip(stories, (pages.RUN, pages.OTHER_RUN), strict=True)
         rules = [(f".run{i}", "background", tone) for i, (_, tone) in enumerate(tones)]

@@ -1,5 +1,5 @@
-"""Which steps of a run were taken alike: by starts of the same command, with the same settings, on
-as many ranks."""
+"""Which steps of a run are comparable: started by the same command, with the same settings, on the
+same number of ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ Start = Mapping[str, Any]
 
 
 class Alike:
-    """The steps that were taken as a given one, or as the latest start takes them.
+    """The steps that are comparable with a given one, or with those of the latest start.
 
     Args:
         starts: entries of `environment.json`; of those without their first step nothing is known,
@@ -42,8 +42,8 @@ class Alike:
         return any(step in span for span in self._spans)
 
     def usual(self, steps: Sequence[int]) -> set[int]:
-        """Those of a run's steps that count, but for the first one of each start, which prepares
-        much; of unknown starts, the first one of all."""
+        """The comparable steps that count, without the first one of each start, which includes
+        preparation."""
         alike = [step for step in steps if step in self]
         return set(alike[1:]) if self._firsts is None else set(alike) - self._firsts
 

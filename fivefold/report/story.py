@@ -1,4 +1,4 @@
-"""What the files of a run folder say about its course."""
+"""The course of a run, from the files of its run folder."""
 
 import re
 import shlex
@@ -37,7 +37,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Happening:
-    """Something that a run did or met at a time.
+    """An event of a run.
 
     Attributes:
         when: local time.
@@ -208,7 +208,7 @@ def _happenings(run: RunFolder, starts: Iterable[Record]) -> Iterable[Happening]
 
 
 def _dated(folder: Path, pattern: str) -> Iterator[tuple[Path, datetime]]:
-    """Files that match, with when they were changed; the run may remove some meanwhile."""
+    """Files that match, with their modification times; the run may remove some meanwhile."""
     for path in sorted(folder.glob(pattern)):
         with suppress(FileNotFoundError):
             if path.is_file():

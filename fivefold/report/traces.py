@@ -1,4 +1,4 @@
-"""Reads torch's traces of profiled ranks: what took the time, what was sent, all ranks as one."""
+"""Reads torch's traces of profiled ranks: time, messages, and one joint trace."""
 
 import re
 from collections import defaultdict
@@ -83,7 +83,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(event: Event) -> str:
-    """Threads of the host and streams of the GPU, which torch gives processes of their own."""
+    """Threads of the host and streams of the GPU, to which torch gives separate processes."""
     on_gpu = event.get("cat") in _KERNELS
     return f"stream {event.get('tid')}" if on_gpu else f"thread {event.get('tid')}"
 
@@ -124,7 +124,7 @@ def _is_time(value: Any) -> TypeGuard[float]:
 
 
 def _own(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
-    """Each operation's seconds without those of the operations that it calls."""
+    """Seconds of each operation without those of the operations that it calls."""
     threads: defaultdict[Any, list[Event]] = defaultdict(list)
     for event in events:
         threads[event.get("tid")].append(event)

@@ -38,14 +38,13 @@ Values = NDArray[np.float64]
 
 LAYERS = range(8)
 PREDICTION, EMBEDDING, HEAD = range(8, 11)
-"""Kinds of modules in a pipeline stage: the kinds of layers that the model has, in the order in
-which they come, of which there are eight at most; a further prediction with all its layers, the
-embedding, the head."""
+"""Kinds of modules in a pipeline stage: the model's kinds of layers in order of appearance (at most
+eight), a further prediction with all its layers, the embedding, the head."""
 KINDS = 11
 
 
 def module_counts(model: ModelConfig, stages: Sequence[StageParts]) -> NDArray[np.int64]:
-    """[stages, K] the number of modules of each kind in each of these stages."""
+    """[stages, K] number of modules of each kind in each of these stages."""
     places = _layer_places(model)
     counts = np.zeros((len(stages), KINDS), np.int64)
     for stage, row in zip(stages, counts, strict=True):
@@ -56,8 +55,8 @@ def module_counts(model: ModelConfig, stages: Sequence[StageParts]) -> NDArray[n
 
 
 def stage_kinds(counts: NDArray[np.int64]) -> tuple[list[list[int]], list[int]]:
-    """By the modules of each stage: those of each kind of stage, the first stage's at first, and
-    the kind of each stage."""
+    """The distinct rows of module counts, the first stage's first, and the index of each stage's
+    row."""
     each = list(map(tuple, counts.tolist()))
     kinds = {modules: kind for kind, modules in enumerate(dict.fromkeys(each))}
     return [list(modules) for modules in kinds], [kinds[modules] for modules in each]
@@ -65,7 +64,7 @@ def stage_kinds(counts: NDArray[np.int64]) -> tuple[list[list[int]], list[int]]:
 
 @lru_cache(maxsize=16)
 def _layer_places(model: ModelConfig) -> tuple[int, ...]:
-    """The kind of module that each layer is."""
+    """For each layer the index of its kind of module."""
     kinds = [layer_kind(model, layer) for layer in range(model.num_layers)]
     places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
     return tuple(map(places.__getitem__, kinds))
@@ -73,7 +72,8 @@ def _layer_places(model: ModelConfig) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def sample_layers(model: ModelConfig) -> Mapping[int, tuple[LayerKind, ...]]:
-    """The kinds of the layers that each kind of module has: of LAYERS one, and of PREDICTION."""
+    """For each kind of module the kinds of its layers: one for LAYERS, those of a further
+    prediction for PREDICTION."""
     layers = dict.fromkeys(layer_kind(model, layer) for layer in range(model.num_layers))
     found: dict[int, tuple[LayerKind, ...]] = {place: (kind,) for place, kind in enumerate(layers)}
     further = model.prediction_layers[: model.prediction_size]
@@ -206,7 +206,8 @@ def _ranks_of(model: ModelConfig, partition: Partition, chunks: int) -> dict[str
 
 
 def _padded(rows: Sequence[list[list[int]]]) -> Values:
-    """Rows of vectors, the first of each repeated where it has fewer than others."""
+    """Stack lists of vectors into an array; shorter lists are padded by repeating their first
+    vector."""
     most = max(map(len, rows))
     filled = [row + row[:1] * (most - len(row)) for row in rows]
     return np.array(filled, float).reshape(-1, most, KINDS)
@@ -247,12 +248,12 @@ class Cells:
             self.table += np.array(values, float).reshape(-1, count)[of_few]
 
     def column(self, number: int) -> Values:
-        """The number at this position, for every candidate."""
+        """The number at this position for every candidate."""
         found: Values = self.table[self.index, number]
         return found
 
     def weighted(self, weights: Values, number: int = 0) -> Values:
-        """The sum over kinds of module of weights [N, K] times what the number is of each kind."""
+        """Sum over kinds of module: weights [N, K] times the number of each kind."""
         kinds, start = weights.shape[-1], number * KINDS
         found: Values = np.einsum(
             "nk,nk->n", weights, self.table[self.index, start : start + kinds]
@@ -266,8 +267,8 @@ SHARDING = ("partition", "tp", "cp", "dp", "ep", "etp", "strategy", "instances")
 
 
 def parameter_cells(space: Space) -> tuple[Cells, Cells]:
-    """Parameters on one rank of a module of each kind: first all but experts', then experts'; and
-    those of them that are trained."""
+    """Parameters of one module of each kind on a rank: without experts, then experts only; and the
+    trained part of both."""
     degrees = ("tp", "ep", "etp")
     every, trained = (partial(_parameters, trained=only) for only in (False, True))
     return (
@@ -277,7 +278,7 @@ def parameter_cells(space: Space) -> tuple[Cells, Cells]:
 
 
 def _parameters(config: Config, *, trained: bool) -> list[float]:
-    """The numbers of `parameter_cells`, only of what is trained if that is asked for."""
+    """The numbers of `parameter_cells`; only trained parameters if `trained`."""
     model, parallel = config.model, config.parallel
     weights: dict[int, Sequence[Weight]] = {
         place: [weight for kind in kinds for weight in describe(model, kind).weights]
@@ -304,9 +305,8 @@ def _parameters(config: Config, *, trained: bool) -> list[float]:
 
 
 def one_stage(config: Config) -> Layout:
-    """A layout of the ranks that share one microbatch, on which alone a layer's cost depends, but
-    for two things that the configuration tells: whether there is a pipeline, and whether its
-    schedule computes dW apart from dX."""
+    """A layout of the ranks that share one microbatch. A layer's cost depends only on these, on
+    whether there is a pipeline, and on whether its schedule defers dW."""
     model, parallel = config.model, config.parallel
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     grid = Grid(
@@ -322,14 +322,15 @@ def one_stage(config: Config) -> Layout:
 
 @lru_cache(maxsize=16)
 def _whole(model: ModelConfig) -> Split:
-    """The model as one stage."""
+    """The whole model as one stage."""
     return SplitSettings(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers).split()
 
 
 def affine(
     seconds: Callable[[int, int, float], float], size: Column, stride: Column
 ) -> tuple[Values, Values]:
-    """Seconds of an empty collective over each group, and seconds per byte of a large one.
+    """Latency of a collective over each group in seconds, and its seconds per byte for large
+    messages.
 
     Args:
         seconds: those of a group of a size, whose ranks lie so far apart, for a number of bytes.

@@ -67,18 +67,18 @@ class Ledger:
 
     @property
     def spent(self) -> bool:
-        """Whether the work is used up; finding a first layout that fits may overdraw it."""
+        """Whether the work is used up; finding a first layout that fits may exceed it."""
         return self.work <= 0 and (bool(self.found) or self.work <= -UNTIL_ONE)
 
     def looked(self, layout: Layout) -> None:
-        """Account for one prediction of a layout's memory."""
+        """Count one prediction of a layout's memory."""
         self._charge((_program(layout), "sweep"), _acts(layout, 3))
         self.work -= LOOK
         self.looks += 1
 
     def walked(self, layout: Layout, count: int, sent: int = 0) -> None:
-        """Account for timing a layout's program with `count` sets of costs, and `sent` times more
-        with what is sent once a step."""
+        """Count the work of timing a layout's program with `count` sets of costs, and `sent` more
+        with messages sent once a step."""
         acts = _acts(layout, 5)
         self._charge((_program(layout), "walk"), acts)
         self.work -= count * TIMED + (count + sent) * acts / 100
@@ -153,7 +153,8 @@ class OpenCandidates:
                 self.time([row])
 
     def raise_bounds_from(self, other: "OpenCandidates") -> None:
-        """Raise each bound to that of the same layout in `other`, where only offloading differs."""
+        """Raise each bound to that of the same layout in `other`, which differs only in
+        offloading."""
         bases = np.array([-1 if c.base is None else c.base for c in self.space.memory], np.intp)
         base = bases[self.space.columns["memory"]]
         mine = np.flatnonzero(base >= 0)
@@ -203,14 +204,16 @@ class OpenCandidates:
             self.lower[open_] = bounds.take(open_).seconds
 
     def _senders(self, row: int) -> Column:
-        """The open candidates with the same program that may beat the best, and send anything."""
+        """Open candidates with the same program that may beat the best and send messages once a
+        step."""
         alike = self._timing.members(row)
         sends = ~self.space.sharded("splits_parameters")[alike]
         found: Column = alike[sends & (self.lower[alike] < self.ledger.best)]
         return found
 
     def _sent(self, rows: Column, layout: Layout) -> list[tuple[Sharding, list[Moves]]]:
-        """What these candidates, whose stages are those of a layout, send at least."""
+        """Minimum times of the messages that these candidates send once a step; their stages equal
+        the layout's."""
         _, kinds = stage_kinds(module_counts(layout.config.model, layout.split.stages))
         layers = [len(stage.layers) for stage in layout.split.stages]
         found = []
@@ -244,7 +247,7 @@ class OpenCandidates:
         return candidate
 
     def _close_smaller_sharding(self, row: int) -> None:
-        """Close the candidates that equal one that does not fit, but shard less."""
+        """Close candidates that differ from one that does not fit only by less sharding."""
         strategy, instances = self.space.columns["strategy"], self.space.columns["instances"]
         if SHARDINGS[strategy[row]].splits_parameters:  # it gathers what others keep: maybe more
             return
@@ -291,7 +294,8 @@ def _program(layout: Layout) -> tuple[object, ...]:
 
 
 def _acts(layout: Layout, rounds: int) -> float:
-    """Most actions in a few rounds of a layout's program, plus the work of a schedule search."""
+    """Number of actions in a few rounds of a layout's program, at most, plus the work of a schedule
+    search."""
     stages = len(layout.split.stages)
     each = 9 if layout.known.shape is Shape.V else 3
     sought = SOUGHT if layout.schedule == SYNTHESISED else 0

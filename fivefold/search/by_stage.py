@@ -1,4 +1,4 @@
-"""Finds layouts that might fit and be fast if each stage recomputes layers of its own number.
+"""Finds layouts that may fit and be fast if the number of recomputed layers varies by stage.
 
 Such a layout takes no less time than without recomputation, and no less memory than with that of
 all layers. So it is worth a try only if the bound on the former's time is below the best time, and
@@ -43,7 +43,7 @@ class PartlyRecomputed:
 def partials(
     space: Space, seconds: Values, sizes: Values, room: float, best: float
 ) -> list[PartlyRecomputed]:
-    """The layouts of a space that promise most with some layers recomputed.
+    """The most promising layouts of a space with some layers recomputed.
 
     Args:
         space: candidates with each memory choice.
@@ -73,7 +73,8 @@ def partials(
 def _pairs(
     space: Space, fits: NDArray[np.bool_], is_fast: NDArray[np.bool_]
 ) -> tuple[Column, Column]:
-    """Rows of layouts with recomputation that may fit, and of the same without, if they are fast.
+    """Rows of layouts with recomputation that may fit, and rows of the same layouts without, if
+    fast enough.
 
     Args:
         space: candidates.
@@ -95,7 +96,8 @@ def _pairs(
 
 
 def _without_recompute(choices: Sequence[MemoryChoice]) -> list[int]:
-    """For each choice the index of the same without recomputation; -1 if there is none."""
+    """For each memory choice the index of the same choice without recomputation; -1 if there is
+    none."""
 
     def rest(choice: MemoryChoice) -> frozenset[tuple[str, Any]]:
         return frozenset((n, v) for n, v in choice.settings.items() if n not in RECOMPUTE)

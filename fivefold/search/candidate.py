@@ -39,7 +39,7 @@ class Candidate:
 
     @property
     def predicted(self) -> Prediction:
-        """The predicted step of a layout that was timed, as each one is that fits."""
+        """The predicted step of a layout that was timed; every layout that fits was."""
         assert self.prediction is not None
         return self.prediction
 
@@ -50,8 +50,8 @@ class Candidate:
         return (grid.tp, grid.cp, grid.pp, grid.ep, grid.etp)
 
     def preference(self, room: float) -> tuple[int, int, tuple[int, ...]]:
-        """What decides between layouts that are equally fast, lower being better: the memory left
-        where it is short, how many of its settings no published run had, how simple it is.
+        """Sort key among equally fast layouts, lower is better: shortage of free memory, number of
+        settings that no published run had, complexity.
 
         Args:
             room: bytes that a layout may allocate on one device.

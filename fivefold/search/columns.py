@@ -11,7 +11,7 @@ Columns = dict[str, Column]
 
 
 def codes(column: Column) -> tuple[Column, int]:
-    """Each value's index among the distinct values, and their number; faster than sorting."""
+    """Index of each value among the distinct values, and their number; faster than sorting."""
     if not len(column):
         return column, 0
     occurs = np.zeros(int(column.max()) + 1, bool)

@@ -37,7 +37,7 @@ Collective = Callable[[Cluster, GroupSpan, float], float]
 
 
 class DataParallelBound:
-    """Lower bounds of a space's layouts, which need to differ in what sharding depends on only.
+    """Lower bounds on data-parallel time; the space needs only rows that differ in sharding.
 
     Args:
         space: the layouts.
@@ -85,12 +85,12 @@ class DataParallelBound:
         return affine(seconds, size, stride)
 
     def gathered(self, held: Values) -> Values:
-        """Seconds to gather the parameters of modules, [N, K] of each layout."""
+        """[N] seconds to gather the parameters of modules [N, K]."""
         shards = self.space.sharded("splits_optimizer")
         return np.where(shards, self._seconds(held, self._gather, self.copy, self.sizes), 0.0)
 
     def reduced(self, held: Values) -> Values:
-        """Seconds to reduce the gradients of modules, [N, K] of each layout."""
+        """[N] seconds to reduce the gradients of modules [N, K]."""
         between = self._seconds(held, self._between, self.wire, self.trained)
         split = self._seconds(held, self._scatter, self.scattered, self.trained) + between
         most = np.inf if self.space.config.gathers_weights("no_shard") else 1  # perhaps in one
@@ -105,7 +105,7 @@ class DataParallelBound:
         of: Cells,
         most: float = np.inf,
     ) -> Values:
-        """Seconds of moves of dense parameters and of experts, in at most so many messages each."""
+        """Seconds to transfer dense parameters and experts in at most this many messages each."""
         counts = _messages(held, self.mixtures)
         parts = of.weighted(held), of.weighted(held, 1)
         total = np.zeros(len(self.space))
@@ -126,12 +126,12 @@ class DataParallelBound:
         return here + offload_seconds(self.cluster, policy, most) + self._orthogonalising()
 
     def _most(self, ranks: Ranks, value: Callable[[Values], Values]) -> Values:
-        """The most of any rank, of whose modules it is a function."""
+        """Maximum over ranks of a function of their modules."""
         partition = self.space.columns["partition"]
         return np.maximum.reduce([value(ranks.held[partition, which]) for which in FOR_TIME])
 
     def _orthogonalising(self) -> Values:
-        """Seconds in which Muon orthogonalises matrices, on average over the ranks."""
+        """Seconds for Muon to orthogonalise matrices, averaged over the ranks."""
         c, sharded = self.space.columns, self.space.sharded("splits_optimizer")
         found: Values = np.zeros(len(self.space))
         for ep in np.unique(c["ep"]):
@@ -142,7 +142,7 @@ class DataParallelBound:
         return found
 
     def sums(self, ranks: Ranks) -> Values:
-        """Seconds of `summing_seconds` on the rank with most, where gradients are kept whole."""
+        """`summing_seconds` on the rank with the most parameters, if gradients are kept whole."""
 
         def apart(held: Values) -> Values:
             layers = held * (np.arange(KINDS) < EMBEDDING)
@@ -154,7 +154,7 @@ class DataParallelBound:
 
 
 def _messages(held: Values, mixtures: list[int]) -> tuple[Values, Values]:
-    """Transfers of modules: of dense parameters, one a layer and one of both ends, and of experts,
-    which these kinds of layers have."""
+    """Number of messages per module: of dense parameters (one per layer, one for both ends), and of
+    experts."""
     layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
     return layers, held[:, mixtures].sum(axis=1)

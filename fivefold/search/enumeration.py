@@ -102,7 +102,7 @@ def enumerate_space(
 
 @dataclass(frozen=True)
 class _Axes:
-    """The legal values of each axis of parallelism, as `enumerate_space` is asked for them."""
+    """The legal values of each axis of parallelism for the arguments of `enumerate_space`."""
 
     config: Config
     world: int
@@ -248,7 +248,8 @@ class _Axes:
         return holds
 
     def nodes_hold(self, columns: Columns) -> NDArray[np.bool_]:
-        """The rows whose sharding groups can be divided as ZeRO++ asks, or gather in 8 bits."""
+        """The rows in which ZeRO++'s node groups divide the sharding group, or which may gather in
+        8 bits."""
         parallel, narrow = self.config.parallel, self.config.training.fp8_param_gather
         if not narrow and not techniques(parallel):
             return np.ones(len(columns["dp"]), bool)
@@ -264,7 +265,7 @@ class _Axes:
         return _holding(columns, ("instances", "dp", "cp", "tp", "ep", "etp"), holds)
 
     def replicas_hold(self, columns: Columns) -> NDArray[np.bool_]:
-        """The rows with replicas to compare, if that is asked for."""
+        """The rows that have replicas to compare, if that is required."""
         config, training = self.config, self.config.training
         if not (
             config.logging.log_straggler
@@ -296,7 +297,7 @@ class _Axes:
 def _holding(
     columns: Columns, names: Sequence[str], holds: Callable[..., bool]
 ) -> NDArray[np.bool_]:
-    """The rows for whose values in these columns a function is true."""
+    """The rows for which a function of these columns is true."""
     rows = np.stack([columns[name] for name in names], axis=1)
     distinct, which = np.unique(rows, axis=0, return_inverse=True)
     each = np.array([holds(*map(int, row)) for row in distinct], bool)

@@ -97,7 +97,8 @@ class _State:
         return at_start, made
 
     def arriving(self, which: int) -> Values:
-        """Bytes of new gradients of one layer's experts, or of the rest of it, in reduction.
+        """Bytes of new gradients during their reduction: of one layer's experts, or of the rest of
+        it.
 
         Only where gradients are sharded: products may add the others to their sums. Less copies of
         their weights, which a step's last backward frees.
@@ -124,8 +125,9 @@ class _State:
 
 
 def _parameter_bytes(config: Config, *, trained: bool) -> Values:
-    """Bytes of a parameter, [2, 2, 2, strategies]: whole, and to be split among the ranks that
-    share it; at a step's start, and gradients that it makes; of ranks with others, and alone."""
+    """[2, 2, 2, strategies] bytes of a parameter: whole, or to be divided by the ranks that share
+    it; present at a step's start, or as gradients that the step makes; on a rank with others, or
+    alone."""
     found = np.zeros((2, 2, 2, len(SHARDINGS)))
     for number, alone in product(range(len(SHARDINGS)), (False, True)):
         asked = config.with_values(data_parallel_sharding_strategy=SHARDINGS[number].name)
@@ -172,7 +174,7 @@ class _KeptBytes:
         return found
 
     def flying(self, which: int) -> tuple[Values, Values]:
-        """Bytes of all chunks in flight on a rank; and of all but those in their backward."""
+        """Bytes of all chunks in flight on a rank, and of all but those in their backward."""
         ranks, partition, chunks = self.ranks, self.partition, self._chunks(which, 0)
         each = np.minimum(ranks.kept[partition, which], self.count[:, None])
         in_v = self.space.by_partition(lambda each: each.known.shape is Shape.V)
@@ -189,7 +191,8 @@ class _KeptBytes:
         return kept + self.per_token.column(HEAD) * held[:, HEAD] * self.tokens, less
 
     def again(self, which: int) -> NDArray[np.bool_]:
-        """Whether as much is in flight again once gradients of all stages have been made."""
+        """Whether the same number of chunks is in flight again after gradients of all stages
+        exist."""
         fewer = (self.ranks.kept[self.partition, which] < self.count[:, None]).all(axis=1)
         found: NDArray[np.bool_] = fewer & self.is_long
         return found
@@ -212,7 +215,8 @@ class _KeptBytes:
 
 
 def _saved(config: Config) -> list[float]:
-    """Bytes per token that a module of each kind keeps, then those kept until its dW."""
+    """Bytes per token that a module of each kind keeps for the backward, and those kept until its
+    dW."""
     model, running = config.model, Running.of(config)
     saved: dict[int, Saved] = {
         place: total(

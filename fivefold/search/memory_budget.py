@@ -1,4 +1,4 @@
-"""Chooses how a given layout fits a memory budget: what it recomputes and offloads.
+"""Fits a given layout into a memory budget by choosing what to recompute and to offload.
 
 The choice is the fastest that fits among all that is the same for every stage: no recomputation,
 each set of modules, whole layers in groups or some of each stage; with each of them each set of
@@ -60,7 +60,7 @@ class MemoryFit:
 
 
 def fit_memory(request: Request) -> MemoryFit:
-    """The fastest settings of memory with which a layout fits the request's device.
+    """The fastest memory settings with which a layout fits the request's device.
 
     Args:
         request: a configuration whose layout is complete, its cluster, and in `given` the memory
@@ -83,7 +83,7 @@ def fit_memory(request: Request) -> MemoryFit:
 
 @dataclass
 class MemoryChooser:
-    """One search: the settings that are free, and what has been found."""
+    """One search over the free settings, with its results so far."""
 
     request: Request
     free: frozenset[str]
@@ -112,7 +112,7 @@ class MemoryChooser:
         return MemoryFit(plain, None, smallest, len(timed))
 
     def ways(self) -> Iterator[Settings]:
-        """What may be recomputed of layers: nothing, modules, or whole layers."""
+        """The ways of recomputing: nothing, sets of modules, or whole layers."""
         yield NONE
         if "recompute_granularity" not in self.free:
             return
@@ -130,7 +130,7 @@ class MemoryChooser:
                 }
 
     def moves(self, way: Settings) -> list[Settings]:
-        """The legal sets of what is offloaded beside a way of recomputing, small ones first."""
+        """The legal sets of offloaded items for a way of recomputing, small ones first."""
         if "offload_modules" not in self.free:
             return [NONE]
         items = (*get_args(OffloadModule), *get_args(OffloadTensor))
@@ -139,7 +139,7 @@ class MemoryChooser:
 
     @cached_property
     def limits(self) -> range:
-        """Limits on microbatches in flight that are below what some rank holds without."""
+        """Limits on microbatches in flight below the number that some rank would hold."""
         if LIMIT not in self.free:
             return range(0)
         layout = check(self.request.config, self.request.world)
@@ -161,7 +161,7 @@ class MemoryChooser:
         return evaluate(self.request, layout, always=True, times_cache=self.times_cache)
 
     def _is_legal(self, settings: Settings) -> bool:
-        """A quick check, before that of the whole configuration."""
+        """A quick check before that of the whole configuration."""
         config, mistakes = self.request.config, Mistakes()
         memory = replace(config.memory, **settings)
         check_memory(memory, config.model, mistakes)
@@ -267,7 +267,7 @@ class MemoryChooser:
         self.least.append((tried.peak, {**settings, "recompute_num_layers": tried.numbers}))
 
     def _simplest(self, best: Candidate) -> Candidate:
-        """The same without whatever can be left out at no loss of time or fit."""
+        """The same settings without all that can be omitted without losing time or fit."""
         memory = best.layout.config.memory
         for name in ("offload_modules", "offload_tensors"):
             for item in getattr(memory, name):
@@ -279,8 +279,8 @@ class MemoryChooser:
 
 
 def _unbeaten(ways: Sequence[tuple[Candidate, Settings]]) -> list[Settings]:
-    """Ways of recomputing in each layer by itself, the fastest first, without those that another
-    one beats in time and in the memory of every rank."""
+    """Ways of recomputing every layer alike, fastest first, without those that another way beats in
+    time and in every rank's memory."""
     usual = {"recompute_method": "uniform", "recompute_num_layers": (1,)}
     kinds = [
         (candidate, way)
@@ -298,7 +298,8 @@ def _unbeaten(ways: Sequence[tuple[Candidate, Settings]]) -> list[Settings]:
 def _falls_below_one(
     filled: Callable[[Items], float], start: Items, others: Iterable[Items]
 ) -> bool:
-    """Whether a function of sets does, changing the set by one item as long as it falls."""
+    """Whether a function of a set falls below 1 when the set is changed by one item at a time as
+    long as the function falls."""
     best, near = inf, [start]
     while near:
         lowest = min(near, key=filled)
@@ -315,7 +316,7 @@ def _subsets(items: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _moving(items: Iterable[str]) -> Settings:
-    """The settings that offload these modules and tensors."""
+    """Settings that offload these modules and tensors."""
     chosen = set(items)
     modules = tuple(name for name in get_args(OffloadModule) if name in chosen)
     tensors = tuple(name for name in get_args(OffloadTensor) if name in chosen)

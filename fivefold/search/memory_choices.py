@@ -36,7 +36,8 @@ class MemoryChoice:
 
 
 def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
-    """The choices tried for every layout: recompute nothing, cheap, costly modules, or all."""
+    """The choices tried for every layout: recompute nothing, cheap modules, costly modules, or
+    whole layers."""
     if given & set(RECOMPUTE):
         is_full = config.memory.recompute_granularity == "full"
         return _legal(config, [MemoryChoice({}, is_full)])
@@ -66,7 +67,7 @@ def _legal(config: Config, choices: Iterable[MemoryChoice]) -> list[MemoryChoice
 
 
 def further_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
-    """Further choices, tried where a fast layout does not fit with `memory_choices`.
+    """Further choices, tried if a fast layout does not fit with `memory_choices`.
 
     Each of those with activations offloaded to the host, with the loss fused with the output
     layer, and with both.
@@ -111,7 +112,7 @@ def refinements(given: frozenset[str], layers_per_stage: int) -> Iterator[dict[s
 def in_flight_limits(
     given: frozenset[str], in_flight: int, each: float, excess: float
 ) -> Iterator[dict[str, Any]]:
-    """Settings that make a layout fit which is a little too large: fewer microbatches are held.
+    """Settings that limit microbatches in flight, for a layout that is a little too large.
 
     Args:
         given: names of the settings that were given.

@@ -1,4 +1,4 @@
-"""Lower bounds on the times of what is sent once a step (`predict.data_parallel.once`)."""
+"""Lower bounds on the time of communication once a step (`predict.data_parallel.once`)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,19 +48,20 @@ class Loads:
         self.partitions = run.columns["partition"], sharded.columns["partition"]
 
     def work(self, modules: Values, phase: int) -> Values:
-        """Their forward (phase 0), dX (1) or dW (2)."""
+        """Seconds of forward (phase 0), dX (1) or dW (2) of modules."""
         return self.cells.weighted(modules[self.partitions[0]], phase)[self.of_run]
 
     def gathered(self, modules: Values) -> Values:
-        """To gather their parameters."""
+        """Seconds to gather the parameters of modules."""
         return self.data.gathered(modules[self.partitions[1]])[self.of_sharded]
 
     def reduced(self, modules: Values) -> Values:
-        """To reduce their gradients."""
+        """Seconds to reduce the gradients of modules."""
         return self.data.reduced(modules[self.partitions[1]])[self.of_sharded]
 
     def before_all(self) -> Values:
-        """Seconds by which gathers delay the first forward of the first stage, and all after it."""
+        """Seconds by which gathers delay the first stage's first forward, and so everything after
+        it."""
         first, parallel = self.ranks.first, self.space.config.parallel
         moved = self.gathered(first)
         if hides_gathers(parallel):
@@ -70,7 +71,7 @@ class Loads:
         return np.where(self.space.sharded("splits_parameters"), 0.0, moved)
 
     def summed(self, stage: Values, reduced: Values) -> Values:
-        """Seconds from the last backward of a stage until its gradients are summed.
+        """Seconds from the last backward of a stage until its gradients are reduced.
 
         Args:
             stage: its modules [W, K] in each partition.
@@ -91,7 +92,7 @@ class Loads:
 
 
 def in_buckets(space: Space) -> NDArray[np.bool_]:
-    """Whether gradients travel in buckets, of which the last may be small: as one of `MANY`."""
+    """Whether gradients are sent in buckets, of which the last may be small."""
     if space.config.gathers_weights("no_shard"):
         return np.zeros(len(space), bool)
     return ~space.sharded("splits_optimizer")

@@ -92,7 +92,7 @@ def enumerate_partitions(
 
 
 def _has_numbers(config: Config, split: Split) -> bool:
-    """Whether given numbers of recomputed layers by stage are those of its stages."""
+    """Whether the given numbers of recomputed layers match the number of stages."""
     mistakes = Mistakes()
     check_recomputed_layers(config.memory, split, mistakes)
     return not mistakes.found
@@ -172,7 +172,7 @@ for all others, None for any."""
 
 
 def _turns(schedule: str) -> bool:
-    """Whether a schedule places stages in a V by default: to the last rank and back again."""
+    """Whether a schedule places stages in a V by default (down the ranks and back up)."""
     return known_of(schedule).shape is Shape.V
 
 
@@ -198,7 +198,8 @@ def _cuts(config: Config, given: frozenset[str], pp: int) -> Iterator[_Cut]:
 
 
 def _cuts_of(config: Config, pp: int, virtual: int) -> Iterator[_Cut]:
-    """Cuts into equal numbers of layers, with and without counting both ends, and equal times."""
+    """Cuts into equal numbers of layers, with and without counting both ends, and into equal
+    times."""
     stages = {"num_virtual_stages_per_pipeline_rank": virtual} if virtual > 1 else {}
     ends = {
         "account_for_embedding_in_pipeline_split": True,
@@ -257,7 +258,7 @@ def _if_legal(
 
 
 def balanced_layout(config: Config, stages: int) -> str:
-    """The layout string of consecutive stages with the most equal times, as far as FLOPs tell.
+    """The layout string of consecutive stages with the most equal FLOPs.
 
     Multi-token prediction layers and the head share the last stage.
     """

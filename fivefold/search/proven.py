@@ -1,4 +1,4 @@
-"""What published runs have used of all that a search may choose."""
+"""Settings that published runs have used, among those that a search may choose."""
 
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +26,7 @@ Where a source does not say how context parallelism communicates, Megatron-LM's 
 
 
 def settings_of(layout: Layout) -> dict[str, Any]:
-    """The settings of a layout that `PROVEN` speaks of, with its actual schedule."""
+    """The settings of a layout that `PROVEN` lists, with its actual schedule."""
     settings = {name: layout.config.value(name) for name in PROVEN}
     if layout.grid.cp == 1:
         del settings["cp_comm_type"]

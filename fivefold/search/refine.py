@@ -1,4 +1,4 @@
-"""Tries finer memory techniques on layouts that were found, or that do not fit without them."""
+"""Tries finer memory techniques on found layouts, and on layouts that do not fit without them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class Refiner:
     ledger: Ledger
 
     def run(self, promising: Sequence[PartlyRecomputed]) -> None:
-        """Try everything that is finer.
+        """Try all finer techniques.
 
         Args:
             promising: layouts that may be fast if some of their layers are recomputed.
@@ -69,7 +69,7 @@ class Refiner:
         return sorted(self.ledger.found, key=lambda c: c.seconds)
 
     def _try(self, config: Config, layout: Layout | None = None) -> bool:
-        """Evaluate a configuration, whose checked layout may be given; return whether it fits."""
+        """Evaluate a configuration, or its checked layout if given; return whether it fits."""
         return self._timed(config, layout) < inf
 
     def _timed(self, config: Config, layout: Layout | None = None) -> float:
@@ -87,7 +87,7 @@ class Refiner:
         return candidate.seconds
 
     def _limits(self, base: Candidate) -> Iterator[dict[str, Any]]:
-        """Limits on microbatches in flight with which a layout that is too large may fit."""
+        """Limits on microbatches in flight with which a too large layout may fit."""
         layout = base.layout
         if base.memory.fits or layout.config.memory.recompute_granularity == "full":
             return

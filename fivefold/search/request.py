@@ -77,11 +77,11 @@ class Request:
         return {name: self.config.value(name) for name in SETTINGS if name in self.given}
 
     def fixed_words(self) -> list[str]:
-        """'name = value' of each of these, with values as they are typed."""
+        """'name = value' for each given layout setting, with values as they are typed."""
         return [f"{name} = {SETTINGS[name].words(value)}" for name, value in self.fixed().items()]
 
     def but(self, num_gpus: int | None = None, **settings: Any) -> "Request":
-        """The same request with some more flags.
+        """The same request with other flags.
 
         Args:
             num_gpus: number of GPUs; None keeps it.
@@ -98,7 +98,7 @@ class Request:
         return changed.among(self.only)
 
     def among(self, only: Only) -> "Request":
-        """The same request, whose settings that were not given may have these values only."""
+        """The same request, with the allowed values of settings that were not given."""
         left = {
             name: values & self.only.get(name, values)
             for name, values in only.items()
@@ -107,7 +107,7 @@ class Request:
         return replace(self, only=MappingProxyType({**self.only, **left}))
 
     def checked(self, config: Config) -> Layout:
-        """The layout of a configuration on all of these devices.
+        """The checked layout of a configuration on all of these devices.
 
         Raises:
             ConfigError: it is not legal.
@@ -196,7 +196,7 @@ def _check_sizes(asked: Request, mistakes: Mistakes) -> None:
 
 
 def _check_units(config: Config, cluster: Cluster, mistakes: Mistakes) -> None:
-    """Check that the device multiplies in the given precision, at a rate that is known."""
+    """Check that the device can multiply in the given precision, at a known rate."""
     training, gpu = config.training, cluster.gpu
     narrow = {"fp8": training.fp8_format, "fp4": training.fp4_format}
     asked = {name: f"--{name}-format {kind}" for name, kind in narrow.items() if kind}

@@ -81,7 +81,7 @@ class SearchResult:
 
     @property
     def fastest(self) -> float:
-        """Seconds of the fastest layout found, from which the best one may differ by noise."""
+        """Seconds of the fastest layout found; the best one may be slower within noise."""
         return min(candidate.seconds for candidate in self.found)
 
     @property
@@ -90,7 +90,7 @@ class SearchResult:
         return self.best.seconds / self.fastest * (1 + self.gap) - 1
 
     def ties(self) -> list[Candidate]:
-        """Layouts of other meshes that are as fast as the fastest but for noise."""
+        """Layouts of other meshes that are as fast as the fastest within noise."""
         limit = self.fastest * (1 + NOISE)
         return [c for c in self.by_mesh()[1:] if c.seconds <= limit]
 
@@ -142,7 +142,7 @@ class _Search:
 
     @cached_property
     def refiner(self) -> Refiner:
-        """What tries finer memory techniques on what was found."""
+        """Tries finer memory techniques on found layouts."""
         return Refiner(self.request, self.ledger)
 
     @cached_property
@@ -230,7 +230,7 @@ class _Search:
             candidates.explore_within(np.flatnonzero(sizes <= size), size)
 
     def _note(self, space: Space, seconds: Values, sizes: Values) -> None:
-        """Take note of layouts that may be fast if some of their layers are recomputed."""
+        """Remember layouts that may be fast if some of their layers are recomputed."""
         room, best = self.request.cluster.room, self.ledger.best
         found = partials(space, seconds, sizes, room, best)
         self.partials = sorted([*self.partials, *found], key=lambda p: p.estimate)[:PARTIALS]
@@ -249,8 +249,8 @@ class _Search:
         return OpenCandidates(self.request, space.take(fits), bounds.take(fits), self.ledger)
 
     def _checked(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """The layouts from the first one that `check` accepts: those as fast as the fastest but for
-        noise by preference, then the others by time."""
+        """The layouts from the first one that `check` accepts: first those as fast as the fastest
+        within noise, by preference, then the others by time."""
         ordered = sorted(found, key=lambda c: c.seconds)
         if ordered:
             limit = ordered[0].seconds * (1 + NOISE)
@@ -263,7 +263,8 @@ class _Search:
 
 
 def smallest_layouts(request: Request) -> list[Candidate]:
-    """The legal layouts that seem to need least memory, fit or not; none of them is timed."""
+    """The legal layouts that seem to need the least memory, whether or not they fit; none is
+    timed."""
     space = legal_space(request)
     if not len(space):
         return []
@@ -275,7 +276,7 @@ def smallest_layouts(request: Request) -> list[Candidate]:
 
 
 def smallest_of(space: Space, ranks: Ranks) -> list[Layout]:
-    """The layouts with the lowest estimates of their memory."""
+    """The layouts with the lowest memory estimates."""
     rows = np.argsort(memory_bound(space, ranks, estimate=True), kind="stable")[:SMALLEST]
     return [layout_of(space, row) for row in rows.tolist()]
 
@@ -296,7 +297,7 @@ def with_context(space: Space, request: Request) -> Space:
 
 
 def _raised(bounds: TimeBound, fits: Column, candidates: OpenCandidates) -> Values:
-    """Lower bounds on time: of the layouts that may fit, those that timing programs has raised."""
+    """Lower bounds on time of layouts that may fit, as raised by timed programs."""
     least = bounds.seconds
     least[fits] = candidates.bounds.seconds
     return least

@@ -71,7 +71,7 @@ class Space:
 
     @cached_property
     def shards(self) -> Column:
-        """Number of ranks that share the state of dense parameters; 1 without sharding."""
+        """Number of ranks that shard the state of dense parameters; 1 without sharding."""
         return np.where(self.sharded("splits_optimizer"), self.replicas, 1)
 
     @cached_property
@@ -82,8 +82,8 @@ class Space:
 
     @cached_property
     def expert_shards(self) -> Column:
-        """Number of these that share its state, where state is shared, as `num_expert_shards` has
-        it, or hold copies of it."""
+        """Number of ranks that shard an expert's state (as `num_expert_shards`), or hold copies of
+        it."""
         shards = self.edp // np.gcd(self.edp, self.columns["instances"])
         return np.where(self.sharded("splits_optimizer") & (self.replicas == 1), 1, shards)
 
@@ -149,7 +149,7 @@ class Space:
 
 
 def sharing(columns: Columns, choices: Sequence[MemoryChoice]) -> NDArray[np.bool_]:
-    """The rows whose memory choice is not for shared sequences only, or that share theirs."""
+    """The rows whose memory choice applies; some choices apply only with context parallelism."""
     needs = np.array([choice.needs_context for choice in choices], bool)[columns["memory"]]
     rows: NDArray[np.bool_] = ~needs | (columns["cp"] > 1)
     return rows

@@ -1,4 +1,4 @@
-"""Numbers of recomputed layers for each stage of a layout, with which its ranks fit.
+"""Chooses the number of recomputed layers of each stage of a layout, so that all its ranks fit.
 
 With 1F1B the first stages hold more microbatches than the last ones, and need more recomputation.
 What a pipeline rank holds follows from the numbers of its own stages, so that each rank's numbers
@@ -22,7 +22,7 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Effort:
-    """How many numbers are tried.
+    """Limits on the numbers that are tried.
 
     Attributes:
         most: numbers for the stages of a rank that are all tried; of more, only some are.
@@ -43,7 +43,7 @@ QUICK = Effort(most=32, combinations=8, to_the_end=False)
 
 @dataclass
 class RankGroup:
-    """Stages of which the same ranks hold some, and the numbers of layers found for them.
+    """Stages that share ranks, and the numbers of layers found for them.
 
     Attributes:
         stages: indices of the stages.
@@ -62,7 +62,7 @@ class RankGroup:
     least: tuple[float, Numbers] = (inf, ())
 
     def tried(self, numbers: Numbers, memory: MemoryPrediction) -> None:
-        """Take note of what the ranks hold with these numbers, smaller ones having come before."""
+        """Record the memory of the ranks with these numbers; call for smaller numbers first."""
         ranks = [memory.ranks[rank] for rank in self.ranks]
         self.least = min(self.least, (max(rank.peak for rank in ranks), numbers))
         smaller = (all(map(int.__le__, each, numbers)) for each in self.found)
@@ -74,7 +74,7 @@ class RankGroup:
         return self.tries[min(turn, len(self.tries) - 1)]
 
     def is_done(self, turn: int, effort: Effort) -> bool:
-        """Whether this turn has nothing to try."""
+        """Whether there is nothing left to try in this turn."""
         if turn >= len(self.tries):
             return True
         further = self.every or effort.to_the_end or not self.found
@@ -82,7 +82,7 @@ class RankGroup:
 
 
 class TriedNumbers(NamedTuple):
-    """What came of trying numbers of layers.
+    """The result of trying numbers of layers.
 
     Attributes:
         peak: the lowest peak that was found, of the fullest rank, in bytes.
@@ -148,7 +148,7 @@ def try_one_number(layout: Layout, cluster: Cluster) -> int | None:
 
 
 def _tried(layout: Layout, cluster: Cluster, effort: Effort) -> tuple[list[RankGroup], int]:
-    """The groups of ranks, with the numbers of layers with which each fits; predictions made."""
+    """The groups of ranks with the numbers that fit each, and how many predictions were made."""
     groups, turn, known = _groups(layout), 0, StageCache()
     for group in groups:
         group.tries, group.every = _tries(layout, group.stages, effort.most)
@@ -164,7 +164,8 @@ def _tried(layout: Layout, cluster: Cluster, effort: Effort) -> tuple[list[RankG
 
 
 def _joined(groups: Sequence[RankGroup], numbers: Sequence[Numbers]) -> Numbers:
-    """The numbers of all stages in order, from those of groups; one, if they are the same."""
+    """The numbers of all stages in order, joined from the groups; a single number if all are
+    equal."""
     found = {
         stage: number
         for group, own in zip(groups, numbers, strict=True)
@@ -175,7 +176,7 @@ def _joined(groups: Sequence[RankGroup], numbers: Sequence[Numbers]) -> Numbers:
 
 
 def _groups(layout: Layout) -> list[RankGroup]:
-    """All stages, those together of which some rank holds two and more."""
+    """All stages in groups; stages that share a rank are in one group."""
     groups: list[tuple[set[int], set[int]]] = []
     for rank in range(layout.grid.pp):
         stages, ranks = {*stages_held(layout, rank)}, {rank}
@@ -187,7 +188,8 @@ def _groups(layout: Layout) -> list[RankGroup]:
 
 
 def _tries(layout: Layout, stages: Numbers, most: int) -> tuple[list[Numbers], bool]:
-    """Numbers for these stages, smaller ones before larger ones; whether they are all."""
+    """Numbers to try for these stages, smaller ones first; and whether these are all possible
+    numbers."""
     each = [layout.split.stages[stage] for stage in stages]
     sizes = [len(stage.layers) or int(stage.mtp > 0) for stage in each]
     first = 1 if len(layout.split.stages) == 1 else 0  # no layer of all is no recomputation
@@ -199,7 +201,8 @@ def _tries(layout: Layout, stages: Numbers, most: int) -> tuple[list[Numbers], b
 
 
 def _divided(total: int, most: Sequence[int]) -> Iterator[Numbers]:
-    """So many layers of stages: the first stages' before others', the last ones', and evenly."""
+    """Distributions of this many layers over stages: to the first stages, to the last ones, and
+    evenly."""
     yield _filled(total, most)
     yield _filled(total, most[::-1])[::-1]
     even = [total * size // sum(most) for size in most]

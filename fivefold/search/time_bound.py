@@ -141,7 +141,7 @@ TIMING = ("partition", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory", "pa
 def _pipeline(
     space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int
 ) -> tuple[Values, Values, Values]:
-    """Lower bounds on the program's seconds by one of the ranks, as `rank_bounds` has them."""
+    """Lower bounds on the program's seconds from the ranks of `rank_bounds`."""
     partition, microbatches = space.columns["partition"], _share(space, ranks)
     chunks, parallel = microbatches * ranks.stages[partition], space.config.parallel
     saved = np.zeros(len(space))
@@ -173,7 +173,7 @@ def _pipeline(
 
 
 def _turned(space: Space, ranks: Ranks, cells: Cells, work: Values) -> Values:
-    """Seconds of the first rank where it holds the last stage, too: a V; 0 for other schedules.
+    """Seconds of the first rank if it also holds the last stage (a V); 0 for other schedules.
 
     A microbatch has to come back to that rank, which meanwhile can only compute as many forwards of
     its first stage as it may keep, and then still has the rest of its `work` to do.
@@ -187,7 +187,7 @@ def _turned(space: Space, ranks: Ranks, cells: Cells, work: Values) -> Values:
 
 
 def _hidden(cells: Cells, held: Values, cluster: Cluster) -> Values:
-    """Most seconds per microbatch that pairing can hide, of modules [N, K]."""
+    """Most seconds per microbatch that pairing can hide, for modules [N, K]."""
     layers = held[:, :EMBEDDING]
     each: list[Any] = [cells.weighted(layers, n) for n in range(PAIRED, NUMBERS)]
     work, other, messages, waits = (Phases(*each[at : at + 3]) for at in range(0, 12, 3))
@@ -197,7 +197,7 @@ def _hidden(cells: Cells, held: Values, cluster: Cluster) -> Values:
 
 
 def _exposed(space: Space, loads: Loads, held: Values, cluster: Cluster) -> Values:
-    """Exposed seconds of data-parallel communication per microbatch, of modules [W, K]."""
+    """Exposed seconds of data-parallel communication per microbatch, for modules [W, K]."""
     gradients, parameters = map(space.sharded, ("splits_gradients", "splits_parameters"))
     if not gradients.any():
         return np.zeros(len(space))
@@ -232,20 +232,20 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
 
 
 def _whole(space: Space) -> Values:
-    """The modules of each kind in the whole model."""
+    """[K] modules of each kind in the whole model."""
     counts = module_counts(space.config.model, space.partitions[0].split.stages)
     return counts.sum(axis=0, dtype=float)
 
 
 def _share(space: Space, ranks: Ranks) -> Values:
-    """Microbatches per stage: the copies of the model share them."""
+    """Microbatches per stage, which the copies of the model share."""
     found: Values = space.columns["microbatches"] / ranks.copies[space.columns["partition"]]
     return found
 
 
 def _cells(space: Space, cluster: Cluster, times_cache: TimesCache | None) -> Cells:
     """The `_numbers` of each kind of module for one microbatch, the bytes of its message, and
-    whether dW is computed apart from dX."""
+    whether dW is deferred."""
     model, known = space.config.model, {} if times_cache is None else times_cache
 
     def of_layers(config: Config, times: LayerTimes, experts: bool) -> dict[int, list[float]]:
@@ -284,7 +284,7 @@ def _cells(space: Space, cluster: Cluster, times_cache: TimesCache | None) -> Ce
 
 
 def _defers(space: Space) -> Column:
-    """0 without a pipeline, else 1, and 2 where dW is computed apart from dX in some schedules."""
+    """0 without a pipeline, 1 with one, 2 if some schedules defer dW."""
     c, pipelined = space.columns, (space.columns["pp"] > 1).astype(np.int32)
     if space.config.parallel.pipeline_dx_first:
         return pipelined
@@ -309,7 +309,7 @@ def _numbers(times: Times, host: float = 0.0) -> list[float]:
 
 
 def _in_order(numbers: Mapping[int, Sequence[float]], *further: float) -> list[float]:
-    """The numbers, ordered by number and then by kind of module, with further ones last."""
+    """The numbers, ordered by number and then by kind of module, followed by further ones."""
     nothing = [0.0] * NUMBERS
     each = [numbers.get(kind, nothing) for kind in range(KINDS)]
     return [*chain.from_iterable(zip(*each, strict=True)), *further]

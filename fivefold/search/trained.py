@@ -1,4 +1,4 @@
-"""Leaves out the candidates that the trainer lacks, so that what is planned can be run."""
+"""Excludes candidates that the trainer cannot run."""
 
 from dataclasses import replace
 
@@ -16,7 +16,8 @@ _Counts = NDArray[np.int64]
 
 
 def trained(space: Space, like: Space | None = None) -> Space:
-    """The candidates with the least that the trainer lacks: nothing, unless what was given does.
+    """The candidates with the fewest features that the trainer lacks; none unless given settings
+    need one.
 
     Args:
         space: the candidates.
@@ -34,7 +35,7 @@ def _lacking(space: Space) -> _Counts:
 
 
 def _settings_lacking(space: Space) -> _Counts:
-    """Of each candidate; its sizes count by little but whether they are 1."""
+    """For each candidate the number of its settings that the trainer lacks."""
     c = space.columns
     decides = {
         **{name: c[name] for name in ("sp", "ep", "pairs", "memory")},
@@ -57,7 +58,7 @@ def _ways(space: Space) -> Column:
 
 
 def _idle_groups(space: Space) -> _Counts:
-    """1 for each candidate whose schedule has no use for a given size of microbatch groups."""
+    """1 for each candidate whose schedule ignores a given size of microbatch groups."""
 
     def idle(partition: Partition) -> int:
         mistakes = Mistakes()

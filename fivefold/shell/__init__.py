@@ -1,1 +1,1 @@
-"""What a bash script would run: read and expanded here, with nothing executed."""
+"""Reads and expands bash scripts to see what they would run, without executing anything."""

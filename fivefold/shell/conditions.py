@@ -1,4 +1,4 @@
-"""What `[` and `[[` say, as far as it is known."""
+"""Evaluates `[` and `[[` as far as their operands are known."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class Condition:
         self.doubts: list[str] = []
 
     def holds(self) -> bool:
-        """Whether it holds, where what is not known is not set and no file is there."""
+        """Whether it holds, if unknown variables are not set and unknown files do not exist."""
         found = self._any()
         return found and self._place == len(self._words)
 

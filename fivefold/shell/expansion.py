@@ -1,4 +1,4 @@
-"""Words of a script as a shell hands them to a command."""
+"""Expands the words of a script as a shell does before it calls a command."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ class Values(Protocol):
     """The variables of a script."""
 
     def get(self, name: str, index: str | None = None) -> str:
-        """A value; where there is none, what says that it is not known."""
+        """A value; if it has none, a marker that says it is not known."""
 
     def several(self, name: str) -> list[str]:
         """The values of an array; of "@" and "*" the arguments."""
@@ -50,7 +50,7 @@ class Expander:
         return "".join(f"{piece} " if ends else piece for piece, _, ends in self._pieces(word))
 
     def entries(self, inner: str) -> list[tuple[str | None, str]]:
-        """What stands in the parentheses of an array, with keys where they are given."""
+        """The entries in the parentheses of an array, with keys where they are given."""
         found: list[tuple[str | None, str]] = []
         for word in words_of(inner):
             if keyed := re.match(r"\[([^]]*)\]=", word):
@@ -64,7 +64,7 @@ class Expander:
         return ShellSum(self.in_quotes(text), self._values.get, self._values.put).value()
 
     def _told_by(self, command: str) -> str:
-        """What a command prints."""
+        """The output of a command."""
         words = [] if re.search(r"[|;&<>\n]", command) else list(words_of(command))
         if words and words[0] in PRINTED:
             told = PRINTED[words[0]](self.fields(words[1:]))
@@ -73,7 +73,7 @@ class Expander:
         return unknown(f"$({command.strip()})")
 
     def _split(self, word: str) -> Iterator[str]:
-        """The fields of a word: what is not quoted is cut at white space."""
+        """The fields of a word; its unquoted parts are cut at white space."""
         found, started = "", False
         for piece, quoted, ends in self._pieces(word):
             if quoted:
@@ -166,7 +166,7 @@ class Expander:
                 yield from ((one, quoted, place < last) for place, one in enumerate(found))
 
     def _parameter(self, text: str) -> str | list[str]:
-        """The value of what stands in ${}."""
+        """The value of an expression in ${}."""
         values = self._values
         if text.startswith("#") and (array := re.fullmatch(r"#(\w+)\[[@*]\]", text)):
             return str(len(values.several(array[1])))
@@ -201,7 +201,7 @@ class Expander:
         return text if keyed or not text or is_unknown(text) else self.sum(text)
 
     def _instead(self, name: str, value: str, how: str, other: str) -> str:
-        """A value, or what stands for it where there is none."""
+        """A value, or its replacement if there is none."""
         missing = is_unknown(value) or (how[0] == ":" and not value)
         if how[-1] == "+":
             return "" if missing else self.text(other)
@@ -230,7 +230,7 @@ def words_of(text: str) -> Iterator[str]:
 
 
 def matches(value: str, pattern: str) -> bool:
-    """Whether a pattern with *, ? and [] is that of a text."""
+    """Whether a pattern with *, ? and [] matches a text."""
     return re.fullmatch(_pattern(pattern), value, re.DOTALL) is not None
 
 
@@ -274,7 +274,7 @@ def _slice(expander: Expander, how: str, of_arguments: bool) -> slice:
 
 
 def _changed(expander: Expander, value: str, how: str) -> str:
-    """Without a beginning or an end, with parts replaced, cut out, or in other letters."""
+    """A text with its beginning or end cut off, parts replaced or cut out, or its case changed."""
     if missing := list(unknown_names(value)):
         return "".join(map(unknown, missing))
     if how in ("^^", ",,"):

@@ -1,4 +1,4 @@
-"""What commands print, where that follows from their words."""
+"""The output of commands, where it follows from their words."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -73,7 +73,7 @@ def _token(text: str, place: int, before: str) -> tuple[Token, int]:
 
 
 def end_of_word(text: str, place: int, ends: str = " \t\r\n;&|<>()") -> int:
-    """Where a word that begins at a place ends."""
+    """The end of the word that begins at a place."""
     if array := _ARRAY.match(text, place):
         return closing(text, array.end() - 1, ")") + 1
     if text[place : place + 2] in ("<(", ">("):
@@ -84,7 +84,7 @@ def end_of_word(text: str, place: int, ends: str = " \t\r\n;&|<>()") -> int:
 
 
 def after_piece(text: str, place: int) -> int:
-    """The place after a character, or after what begins with it: a quotation, an expansion."""
+    """The place after a character, or after the quotation or expansion that it begins."""
     letter = text[place]
     if letter == "\\":
         return place + 2
@@ -100,7 +100,8 @@ def after_piece(text: str, place: int) -> int:
 
 
 def closing(text: str, place: int, mark: str) -> int:
-    """Where what a place begins ends: at a mark that is in no quotation or parentheses within."""
+    """The place of the mark that closes what begins at a place, outside quotations and parentheses
+    within."""
     opening, here = text[place], place + 1
     while here < len(text):
         if text[here] == mark:
@@ -134,7 +135,7 @@ def _end_of_test(text: str, place: int) -> int:
 
 
 def _document(text: str, begin: int, named: str) -> tuple[Token, int]:
-    """A here-document that begins at a place, and the place after it."""
+    """The here-document that begins at a place, and the place after it."""
     ending = re.sub(r"[\\'\"]", "", named)
     kind = "document" if ending == named else "quoted document"
     place = begin

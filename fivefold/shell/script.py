@@ -1,7 +1,8 @@
-"""What a script would run, without running any of it."""
+"""Finds what a script would run, without running any of it."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import MappingProxyType
 
@@ -37,8 +38,35 @@ _MOST_STEPS, _DEEPEST = 20_000, 30
 _DECIDES = (*_DECLARING, "set", "eval", "source", ".", "shift", "unset")
 
 
+@dataclass
+class Loops:
+    """The loops that a script is in.
+
+    Attributes:
+        depth: how many.
+        left: how many of them are being left, of the last only a turn if it `goes_on`.
+    """
+
+    depth: int = 0
+    left: int = 0
+    goes_on: bool = False
+
+    def leave(self, words: Sequence[str], goes_on: bool) -> bool:
+        """Leave the innermost loop, or as many as a word says."""
+        levels = int(words[0]) if words and words[0].isdecimal() else 1
+        self.left, self.goes_on = min(levels, self.depth), goes_on
+        return True
+
+    def ends(self) -> bool:
+        """Whether a loop ends whose turn has."""
+        if not self.left:
+            return False
+        self.left -= 1
+        return bool(self.left) or not self.goes_on
+
+
 class ShellScript:
-    """A script that is read as bash would run it in an environment.
+    """A script, read as bash would run it in an environment.
 
     What is not set, and what other programs would tell, is not known (`unknown`). Conditions read
     it as not set, files as not there, and other programs as having failed, which elsewhere succeed;
@@ -75,11 +103,12 @@ class ShellScript:
         self._doubts: list[str] = []
         self._steps, self._depth = 0, 0
         self.ended, self.asking = False, False
+        self.loops = Loops()
         self.commands: list[list[str]] = []
         self.notes: dict[str, None] = {}
 
     def run(self, text: str) -> bool:
-        """Read the statements of a text; whether the last one succeeds.
+        """Read the statements of a text; returns whether the last one succeeds.
 
         Raises:
             ConfigError: bash would not read it, or it is longer than anybody writes.
@@ -93,7 +122,7 @@ class ShellScript:
         found = True
         for statement in block:
             self._count()
-            if self.ended:
+            if self.ended or self.loops.left:
                 break
             found = self._statement(statement)
         self._depth -= 1
@@ -160,6 +189,8 @@ class ShellScript:
         self._doubts = []
 
     def _loop(self, loop: Loop) -> bool:
+        """Turns of a loop; where one changes nothing, all others would, until time passes."""
+        self.loops.depth += 1
         found = True
         if loop.name:
             given = self.variables.arguments
@@ -167,12 +198,18 @@ class ShellScript:
             for word in list(words):
                 self.variables.put(loop.name, word)
                 found = self._block(loop.body)
-            return found
-        self._expander.sum(loop.begins)
-        while not self.ended and self._asked(loop.condition) != loop.until:
-            found = self._block(loop.body)
-            self._expander.sum(loop.step)
-            self._count()
+                if self.loops.ends():
+                    break
+        else:
+            self._expander.sum(loop.begins)
+            before = None
+            while not self.ended and self._asked(loop.condition) != loop.until:
+                found = self._block(loop.body)
+                self._expander.sum(loop.step)
+                self._count()
+                if self.loops.ends() or before == (before := self.variables.state()):
+                    break
+        self.loops.depth -= 1
         return found
 
     def _count(self) -> None:
@@ -194,18 +231,8 @@ class ShellScript:
         return found
 
     def _command(self, words: Sequence[str], document: Token | None) -> bool:
-        place = 0
-        while place < len(words) and (parts := _ASSIGNMENT.fullmatch(words[place])):
-            _assign(self.variables, self._expander, *parts.groups())
-            place += 1
-        if place == len(words):
-            return True
-        if words[place] in _DECLARING:
-            for word in words[place + 1 :]:
-                if parts := _ASSIGNMENT.fullmatch(word):
-                    _assign(self.variables, self._expander, *parts.groups())
-            return True
-        fields = self._expander.fields(words[place:])
+        words = _assigned(self.variables, self._expander, words)
+        fields = self._expander.fields(words) if words else []
         if fields and document and PurePath(fields[0]).name in _SHELLS:
             expanded = document.kind == "document"
             inner = self._expander.in_quotes(document.text) if expanded else document.text
@@ -236,6 +263,21 @@ class ShellScript:
         return not self.asking
 
 
+def _assigned(variables: Variables, expander: Expander, words: Sequence[str]) -> Sequence[str]:
+    """Give the variables before a command, or in one that declares them, their values; what is left
+    of the command."""
+    place = 0
+    while place < len(words) and (parts := _ASSIGNMENT.fullmatch(words[place])):
+        _assign(variables, expander, *parts.groups())
+        place += 1
+    if place == len(words) or words[place] not in _DECLARING:
+        return words[place:]
+    for word in words[place + 1 :]:
+        if parts := _ASSIGNMENT.fullmatch(word):
+            _assign(variables, expander, *parts.groups())
+    return ()
+
+
 def _assign(
     variables: Variables, expander: Expander, name: str, index: str | None, more: str, text: str
 ) -> None:
@@ -250,7 +292,7 @@ def _assign(
 
 
 def _source(script: ShellScript, words: Sequence[str]) -> bool:
-    """Another script, if it is there; else its variables are not known."""
+    """Another script, if it exists; otherwise its variables are not known."""
     there = [folder / known_part(word) for word in words[:1] for folder in script.folders]
     known = not any(list(unknown_names(word)) for word in words)
     for path in there:
@@ -275,7 +317,9 @@ _OWN: Mapping[str, Callable[[ShellScript, Sequence[str]], bool]] = MappingProxyT
         "set": lambda script, words: script.variables.set_arguments(words),
         "unset": lambda script, words: script.variables.forget(words),
         "exit": _exit,
-        **dict.fromkeys(("return", "break", "continue", ":", "true"), lambda *_: True),
+        "break": lambda script, words: script.loops.leave(words, goes_on=False),
+        "continue": lambda script, words: script.loops.leave(words, goes_on=True),
+        **dict.fromkeys(("return", ":", "true"), lambda *_: True),
         **dict.fromkeys(("false", "read", "getopts", "popd"), lambda *_: False),
         **dict.fromkeys(("cd", "pushd", "shopt", "trap", "wait", "ulimit"), lambda *_: True),
     }

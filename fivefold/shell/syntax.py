@@ -37,7 +37,8 @@ class Chain:
 
 @dataclass(frozen=True)
 class If:
-    """Conditions with what is run if they are the first that holds; and what else."""
+    """Conditions, each with the statements to run if it is the first that holds; and the `else`
+    statements."""
 
     branches: tuple[tuple["Block", "Block"], ...]
     otherwise: "Block"
@@ -45,7 +46,7 @@ class If:
 
 @dataclass(frozen=True)
 class CaseOf:
-    """A word, and patterns with what is run for them."""
+    """A word, and patterns with the statements to run for each."""
 
     word: str
     branches: tuple[tuple[tuple[str, ...], "Block"], ...]
@@ -87,7 +88,7 @@ Block: TypeAlias = tuple[Statement, ...]
 
 
 def parse(text: str) -> Block:
-    """The statements of a script.
+    """Parse the statements of a script.
 
     Raises:
         ConfigError: it is none that bash reads.
@@ -128,7 +129,7 @@ class _Reader:
         return ConfigError(f"this is no script that bash reads: it does not expect {what}")
 
     def block(self, *ends: str) -> Block:
-        """Statements until one of several words, or until nobody knows how to go on."""
+        """Statements until one of several words, or until they cannot be read."""
         found: list[Statement] = []
         while True:
             self._skip("\n", ";", "&")

@@ -13,7 +13,7 @@ _MARK = re.compile(f"{_BEFORE}([^{_AFTER}]*){_AFTER}")
 
 
 def unknown(name: str) -> str:
-    """A text of which nothing is known but where it comes from, such as "1" or "$(date)"."""
+    """A text of which only the origin is known, such as "1" or "$(date)"."""
     hidden = re.sub(r"[\x00-\x7f]", lambda found: _hidden(found[0]), readable(name))
     return f"{_BEFORE}{hidden}{_AFTER}"
 
@@ -30,27 +30,27 @@ def _shown(name: str) -> str:
 
 
 def unknown_names(text: str) -> Iterator[str]:
-    """What is not known of a text, each once."""
+    """The unknown parts of a text, each once."""
     yield from dict.fromkeys(map(_shown, _MARK.findall(text)))
 
 
 def known_part(text: str) -> str:
-    """A text as a shell has it where what is not known is not set."""
+    """A text as a shell sees it if unknown variables are not set."""
     return _MARK.sub("", text)
 
 
 def is_unknown(text: str) -> bool:
-    """Whether nothing is known of a text that is there."""
+    """Whether a text is not empty and wholly unknown."""
     return bool(text) and not known_part(text)
 
 
 def readable(text: str) -> str:
-    """A text for people: what is not known stands there as the script has it."""
+    """A text for people, with unknown parts spelled as in the script."""
     return _MARK.sub(lambda mark: dollar(_shown(mark[1])), text)
 
 
 def dollar(name: str) -> str:
-    """How a script spells something that is not known.
+    """How a script spells an unknown part.
 
     >>> dollar("TP"), dollar("11"), dollar("$(date)")
     ('$TP', '${11}', '$(date)')

@@ -26,7 +26,7 @@ class Variables:
 
     @property
     def arguments(self) -> list[str]:
-        """What the script, or the function that runs, is called with."""
+        """The arguments of the script, or of the function that runs."""
         return self._arguments[-1]
 
     def enter(self, arguments: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ class Variables:
         self._arguments.pop()
 
     def get(self, name: str, index: str | None = None) -> str:
-        """A value; where there is none, what says that it is not known."""
+        """A value; if it has none, a marker that says it is not known."""
         if name in ("@", "*"):
             return " ".join(self.arguments)
         if name == "#":
@@ -96,7 +96,7 @@ class Variables:
         return True
 
     def shift(self, words: Sequence[str]) -> bool:
-        """Take the first arguments away; whether there were so many."""
+        """Remove the first arguments; returns whether there were that many."""
         count = int(words[0]) if words and words[0].isdecimal() else 1
         there = count <= len(self.arguments)
         del self.arguments[:count]
@@ -108,13 +108,22 @@ class Variables:
             self.arguments[:] = words[words.index("--") + 1 :]
         return True
 
+    def state(self) -> object:
+        """What changes if any variable or argument does."""
+        entries = {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in self._values.items()
+        }
+        return entries, [list(words) for words in self._arguments], self._environment
+
     def is_set(self, name: str) -> bool:
         """Whether a variable has a value."""
         return name in self._values or name in self._environment
 
 
 def _in_order(entries: dict[str, str]) -> dict[str, str]:
-    """Entries by their numbers, as a shell lists them, unless their keys are words."""
+    """Entries in order of their numeric keys, as a shell lists them, or as given if keys are
+    words."""
     if not all(map(str.isdecimal, entries)):
         return entries
     return dict(sorted(entries.items(), key=lambda entry: int(entry[0])))

@@ -81,7 +81,7 @@ def answer(result: SearchResult) -> list[tuple[str, str]]:
 
 
 def _tied(result: SearchResult) -> Iterator[str]:
-    """Why this layout, if others are as fast."""
+    """Why this layout was chosen, if others are as fast."""
     others = result.ties()
     if others:
         count = "one other mesh is" if len(others) == 1 else f"{len(others)} other meshes are"
@@ -114,7 +114,7 @@ def _fits(result: SearchResult) -> str:
 
 
 def reasons(result: SearchResult, changes: Sequence[Sensitivity]) -> list[tuple[str, str]]:
-    """Why it is this layout: what limits it, what others cost, what would make it faster.
+    """Why it is this layout: its limit, the cost of alternatives, and what would make it faster.
 
     Args:
         result: what the search found.
@@ -190,7 +190,7 @@ def why(result: SearchResult, other: SearchResult, text: str) -> Iterator[str]:
 
 
 def next_commands(result: SearchResult, model: str, argv: Sequence[str]) -> Iterator[str]:
-    """The commands that make a recipe of the best layout and run it, and those that tell more.
+    """The commands that write the best layout as a recipe and run it, and those that explain more.
 
     Args:
         result: what the search found.
@@ -222,7 +222,7 @@ def next_commands(result: SearchResult, model: str, argv: Sequence[str]) -> Iter
 
 
 def _question(argv: Sequence[str]) -> list[str]:
-    """The words without flags that only say how to tell the plan, and without their values."""
+    """The words of the command without flags, and their values, that only choose the output."""
     kept, skips = [], False
     for word in argv:
         flag, has_value, _ = word.partition("=")

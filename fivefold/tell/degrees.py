@@ -1,4 +1,4 @@
-"""Why a plan splits experts as it does: EP, ETP and TP against each other, in numbers."""
+"""Compares ways to split experts: EP, ETP and TP, in numbers."""
 
 from collections.abc import Iterator
 

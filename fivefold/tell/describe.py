@@ -18,7 +18,7 @@ def degrees(layout: Layout) -> str:
 
 
 def machines(cluster: Cluster) -> str:
-    """The GPUs, and the links between them as far as there are any."""
+    """The GPUs, and the links between them if there are several."""
     gpus = f"{cluster.num_gpus:,} x {cluster.gpu.name} ({human_bytes(cluster.gpu.memory_bytes)})"
     inside = human_bandwidth(cluster.node_link.bandwidth)
     if cluster.nodes == 1:
@@ -29,7 +29,7 @@ def machines(cluster: Cluster) -> str:
 
 
 def summary(layout: Layout) -> str:
-    """What was chosen of a layout, in one line: also what it does for memory."""
+    """The chosen settings of a layout in one line, including memory techniques."""
     parallel, training = layout.config.parallel, layout.config.training
     words = [degrees(layout), f"micro-batch {training.micro_batch_size}"]
     if layout.grid.cp > 1:

@@ -1,4 +1,4 @@
-"""What a change of the cluster, or one more technique, would do to a step."""
+"""Effects of changing the cluster, or of one more technique, on a step."""
 
 from collections.abc import Sequence
 from math import inf
@@ -11,7 +11,7 @@ from fivefold.units import human_seconds
 
 
 def effects(result: SearchResult, changes: Sequence[Sensitivity]) -> list[tuple[str, str, str]]:
-    """Changes, the step with each, and the layout that it leads to, below a row of names."""
+    """A table of changes, the step with each, and the layout that results."""
     rows = [("if", "step", "")]
     for change in changes:
         if change.seconds == inf:

@@ -1,4 +1,4 @@
-"""What is behind the kernel efficiency of a plan, kind by kind."""
+"""Details of a plan's kernel efficiency, kind by kind."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ SHOWN = 0.005  # share of the step from which a kind of kernels has a row of its
 
 
 def opened(prediction: Prediction) -> Iterator[str]:
-    """A table of the kernels that a step computes with, those that lose most first."""
+    """A table of the kernels of a step, those that lose the most time first."""
     whole = prediction.step_time
     found = kernels(prediction)
     head = ("", "rows x outputs x inputs", "seconds", "of peak", "lost", "of the step")

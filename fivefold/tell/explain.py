@@ -279,7 +279,8 @@ def changed(request: Request, text: str) -> Request:
 
 
 def best_with(result: SearchResult, other: Request) -> SearchResult:
-    """What a search with some more settings finds: what was found, if its best layout has these."""
+    """The result of a search with further settings; the given result if its best layout has
+    them."""
     config, known = result.best.layout.config, result.request.fixed().items()
     if all(each in known or config.value(each[0]) == each[1] for each in other.fixed().items()):
         return result

@@ -1,4 +1,4 @@
-"""Decision tables that public guides give, and how the plan compares with what they say.
+"""Decision tables of public guides, compared with the plan.
 
 Each row of a table allows some degrees of parallelism, or several sets of them, of which the first
 that fits counts ("as small as fits"). The best layout within them is searched for like the plan
@@ -28,7 +28,7 @@ _ALIKE = 0.1  # share by which a model's size may differ from that of a row that
 
 @dataclass(frozen=True)
 class Facts:
-    """What the tables ask of a question.
+    """Properties of a request that the tables need.
 
     Attributes:
         size: parameters of the model.
@@ -69,7 +69,7 @@ class Facts:
 
 
 Allowed = Mapping[str, tuple[Any, ...]]
-"""The values that a row leaves, by axis of parallelism or by the name of a setting."""
+"""The values that a row allows, by axis of parallelism or by name of a setting."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Row:
     allows: Allowed | Callable[[Facts], Iterable[Allowed]]
 
     def only(self, facts: Facts) -> list[Only]:
-        """The values that it leaves for a question, by the name of the setting, in order."""
+        """The values that the row allows for a request, by name of the setting, in order."""
         tries = self.allows(facts) if callable(self.allows) else (self.allows,)
         return [
             {FIELDS.get(name, name): frozenset(values) for name, values in allowed.items()}
@@ -287,7 +287,7 @@ TABLES: tuple[Table, ...] = (
 
 @dataclass(frozen=True)
 class Advice:
-    """What a row says of a question, and what the planner says of that.
+    """A table's advice for a request, and the planner's comparison with it.
 
     Attributes:
         table: the table.
@@ -303,7 +303,7 @@ class Advice:
 
 
 def advice(result: SearchResult) -> list[Advice]:
-    """For each table its row for the question of a plan, and the best layout within that."""
+    """For each table the row that applies to the plan, and the best layout within it."""
     facts, found = Facts.of(result.request), []
     for table in TABLES:
         row = next((row for row in table.rows if row.holds(facts)), None)
@@ -315,7 +315,7 @@ def advice(result: SearchResult) -> list[Advice]:
 
 
 def _within(result: SearchResult, table: Table, row: Row, tries: Iterable[Only]) -> Advice:
-    """The plan, if it is within what a row says, else the best layout that is."""
+    """The plan if it follows the row, otherwise the best layout that does."""
     for only in tries:
         if follows(result.best, only):
             return Advice(table, row, result.best, True)
@@ -326,7 +326,7 @@ def _within(result: SearchResult, table: Table, row: Row, tries: Iterable[Only])
 
 
 def guide(result: SearchResult) -> Iterator[str]:
-    """The rows of all tables with what they would cost, as text."""
+    """The rows of all tables with the cost of following them, as text."""
     for each in advice(result):
         title = f"by {each.table.by} ({each.table.source}): "
         title += f"{each.row.case}: {each.row.says}" if each.row else "no row for this"
@@ -337,7 +337,7 @@ def guide(result: SearchResult) -> Iterator[str]:
 
 
 def _compared(plan: Candidate, each: Advice) -> Iterator[str]:
-    """Whether the plan follows a row, or else the best layout that does, and how it differs."""
+    """Whether the plan follows a row; if not, the best layout that does, and how it differs."""
     if each.follows:
         yield "the plan follows it"
     elif each.best is None:
@@ -368,5 +368,5 @@ def as_json(result: SearchResult) -> list[dict[str, Any]]:
 
 
 def follows(candidate: Candidate, only: Only) -> bool:
-    """Whether a layout has these values alone."""
+    """Whether a layout has only these values."""
     return all(candidate.layout.config.value(name) in values for name, values in only.items())

@@ -1,4 +1,4 @@
-"""Explains why no layout fits or is legal, and suggests flags with which one is.
+"""Explains why no layout fits or is legal, and suggests flags that help.
 
 Every suggestion has been tried: added to the same command line, it leads to a layout that fits.
 """
@@ -62,7 +62,7 @@ def why_nothing(result: SearchResult) -> ConfigError:
 
 
 def _on_host_ways(request: Request) -> Iterator[Change]:
-    """Ways to have the optimizer off the device, which the search does not try by itself.
+    """Ways to move the optimizer off the device, which the search does not try by itself.
 
     First it is updated where that is faster on this machine, on the host or on the device, then on
     the other one. On one rank also with ZeRO-3, which the search does not try there and which keeps
@@ -87,7 +87,7 @@ def _on_host_ways(request: Request) -> Iterator[Change]:
 
 
 def _on_host(flags: str, result: SearchResult) -> str:
-    """What an optimizer off the device would make fit, and how slow that is."""
+    """The layout that an optimizer off the device would make fit, and how slow it is."""
     best = result.best
     waits = next(part for part in best.predicted.parts if part.name == "offloading")
     disk = f", and {human_bytes(best.memory.disk)} of disk" if best.memory.disk else ""
@@ -101,7 +101,7 @@ def _on_host(flags: str, result: SearchResult) -> str:
 
 
 def _needs(result: SearchResult) -> Iterator[str]:
-    """The memory that the smallest layouts need, and the memory that there is."""
+    """The memory that the smallest layouts need, and the available memory."""
     request = result.request
     candidates = [*result.rejected, *smallest_layouts(request)]
     nearest = min(candidates, key=lambda c: (c.memory.missing_on_host > 0, c.memory.device_total))
@@ -121,7 +121,7 @@ def _needs(result: SearchResult) -> Iterator[str]:
 
 
 def nearest_to_legal(request: Request) -> tuple[Mistake, ...]:
-    """The rules that are broken by the layout with the given settings that breaks the fewest."""
+    """The rules that the layout closest to legal breaks, among those with the given settings."""
     fewest: tuple[Mistake, ...] | None = None
     for config in islice(_completions(request), COMPLETIONS):
         try:
@@ -178,7 +178,7 @@ def _completed(request: Request, degrees: Change) -> Config:
 
 
 def _works(request: Request, rules: Iterable[Mistake], *, legal: bool) -> Iterator[str]:
-    """Further flags with which there is a layout that fits, the smallest changes first."""
+    """Further flags with which some layout fits, the smallest changes first."""
     told = set[str]()
 
     def new(changes: Iterable[Change]) -> Iterator[str]:
@@ -202,7 +202,8 @@ def _works(request: Request, rules: Iterable[Mistake], *, legal: bool) -> Iterat
 
 
 def _has_plan(request: Request, change: Change) -> bool:
-    """Whether the search would find a layout: one of the smallest, which it always tries, fits."""
+    """Whether the search would find a layout, that is whether one of the smallest, which it always
+    tries, fits."""
     try:
         return any(c.memory.fits for c in smallest_layouts(request.but(**change)))
     except ConfigError:
@@ -217,7 +218,7 @@ def _techniques(request: Request) -> Iterator[Change]:
 
 
 def _by_rules(rules: Iterable[Mistake]) -> Iterator[Change]:
-    """The suggestions of the broken rules that are flags."""
+    """The suggestions of the broken rules, if they are flags."""
     for rule in rules:
         for text in rule.works:
             words = text.split()
@@ -233,7 +234,7 @@ def _by_rules(rules: Iterable[Mistake]) -> Iterator[Change]:
 
 
 def _released(request: Request) -> Iterator[str]:
-    """Changes of one given setting: to the value that the search would choose, or left out."""
+    """Changes of one given setting: to the value that the search would choose, or to none."""
     for name in request.fixed():
         fitting = _fitting(request, {}, [name])
         changes = [_instead(candidate, [name]) for candidate in fitting]
@@ -250,7 +251,7 @@ def _more(request: Request) -> Iterator[Change]:
 
 
 def _around(request: Request) -> Iterator[Change]:
-    """Usual numbers of GPUs that are near the given one."""
+    """Usual numbers of GPUs near the given one."""
     power, nodes = 1 << (request.world.bit_length() - 1), request.world // 8 * 8
     near = {n for n in (power, 2 * power, nodes, nodes + 8) if n > 0} - {request.world}
     yield from ({"num_gpus": count} for count in sorted(near))
@@ -289,7 +290,7 @@ def _instead(candidate: Candidate, names: Iterable[str]) -> Change:
 
 
 def _typed(change: Change) -> str:
-    """The flags of a change."""
+    """The flags for a change."""
     return " ".join(
         f"--gpus {value}" if name == "num_gpus" else SETTINGS[name].typed(value)
         for name, value in change.items()

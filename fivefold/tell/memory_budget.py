@@ -1,4 +1,4 @@
-"""What was chosen for a memory budget, what it costs, and why nothing fits."""
+"""Reports the choice for a memory budget and its cost, or why nothing fits."""
 
 from collections.abc import Iterator
 from math import ceil
@@ -13,7 +13,8 @@ from fivefold.units import human_bytes, human_seconds
 
 
 def chosen(request: Request, fit: MemoryFit) -> Iterator[str]:
-    """The choice in words, its flags, and memory and time of every pipeline rank beside none."""
+    """The choice in words, its flags, and memory and time of every pipeline rank compared with no
+    recomputation."""
     assert fit.best is not None
     best, plain, room = fit.best, fit.plain, human_bytes(request.cluster.room)
     yield f"memory budget: {room} of tensors on each device, by the times of {request.cluster.name}"
@@ -29,7 +30,7 @@ def chosen(request: Request, fit: MemoryFit) -> Iterator[str]:
 
 
 def nothing_fits(request: Request, fit: MemoryFit) -> ConfigError:
-    """The error to raise if no choice fits, with the smallest one."""
+    """The error if no choice fits, with the smallest one."""
     least = fit.smallest
     memory = least.memory
     parts = " + ".join(f"{name} {human_bytes(n)}" for name, n in memory.worst.parts.items())
@@ -46,7 +47,7 @@ def nothing_fits(request: Request, fit: MemoryFit) -> ConfigError:
 
 
 def flags(candidate: Candidate, config: Config) -> str:
-    """The flags that, added to those of `config`, choose the same without a budget."""
+    """The flags that make the same choice without a budget, added to those of `config`."""
     memory = candidate.layout.config.memory
     values = {name: getattr(memory, name) for name in CHOSEN}
     changed = [SETTINGS[name].typed(v) for name, v in values.items() if v != config.value(name)]

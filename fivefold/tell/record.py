@@ -65,7 +65,7 @@ def as_json(result: SearchResult, tokens: float | None, most: int) -> dict[str, 
 
 
 def compared(result: SearchResult, other: Candidate | None) -> dict[str, Any]:
-    """Another layout beside the best; None: nothing fits."""
+    """Another layout compared with the best; None: nothing fits."""
     if other is None:
         return {"layout": None}
     return {**_candidate(other), "slower": other.seconds / result.best.seconds - 1}

@@ -67,7 +67,7 @@ def _is_limited(request: Request) -> bool:
 
 
 def _context(request: Request) -> int:
-    """The smallest power of two with which a rank has no more than `LONG` tokens of a sequence."""
+    """The smallest power of two with which a rank has at most `LONG` tokens of a sequence."""
     cp = 1
     while request.config.training.seq_length > LONG * cp and request.world % (2 * cp) == 0:
         cp *= 2

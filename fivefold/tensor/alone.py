@@ -1,4 +1,4 @@
-"""Linears of one input on one rank, whose weight gradients can be deferred or added up in place.
+"""Linears of one input on one rank, whose weight gradients can be deferred or accumulated in place.
 
 Beside small layers on a fast GPU the host decides, and each layer calls this four times in each
 direction: so there is one autograd function, with few calls of Python for each linear. Shapes: T
@@ -20,7 +20,7 @@ from fivefold.tensor.deferred_weight import DeferredWeights
 
 
 class LinearCall(NamedTuple):
-    """What the forward and the backward of linears of one input know of them.
+    """State of a call of linears with one input, shared by its forward and backward.
 
     Attributes:
         deferred: receives weight gradients while a backward defers them.
@@ -44,7 +44,7 @@ class LinearCall(NamedTuple):
     def divided(
         self, tensors: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
-        """What is multiplied with, and what is added, of the tensors that `call_of` gives."""
+        """The weights and biases among the tensors of `call_of`."""
         count = len(self.products)
         if len(tensors) == count:
             return tensors, self.biases
@@ -52,13 +52,13 @@ class LinearCall(NamedTuple):
         return tensors[:count], [None if bias is None else next(added) for bias in self.biases]
 
     def gradients(self, grads_TF: Sequence[Tensor]) -> list[Kept]:
-        """What both products of a backward take of each result's gradient."""
+        """The form of each result's gradient that both products of a backward need."""
         return [each.gradient(grad) for each, grad in zip(self.products, grads_TF, strict=True)]
 
     def made_or_deferred(
         self, grads: Sequence[Kept], grads_TF: Sequence[Tensor], kept: Kept
     ) -> Sequence[Tensor | None]:
-        """Gradients as `made` gives them; none while a backward defers them."""
+        """Gradients as from `made`; none while a backward defers them."""
         if not self.deferred.deferring:
             return self.made(grads, grads_TF, kept)
         self.defer(grads, grads_TF, lambda: kept)
@@ -67,7 +67,7 @@ class LinearCall(NamedTuple):
     def made(
         self, grads: Sequence[Kept], grads_TF: Sequence[Tensor], kept: Kept
     ) -> list[Tensor | None]:
-        """Gradients for autograd to add: of the weights, then of the biases that there are."""
+        """Gradients for autograd to add: of the weights, then of the biases."""
         made = [
             self.deferred.made(weight, products, grad, kept, rows)
             for weight, products, grad, rows in zip(
@@ -86,7 +86,7 @@ class LinearCall(NamedTuple):
         keep: Callable[[], Kept],
         start: Callable[[], None] | None = None,
     ) -> None:
-        """Put aside what makes the gradients.
+        """Defer the computation of the gradients.
 
         Args:
             grads: what products take of the results' gradients.
@@ -112,7 +112,7 @@ class LinearCall(NamedTuple):
 def call_of(
     deferred: DeferredWeights, linears: Sequence[Linear], *, adds: bool = True
 ) -> tuple[LinearCall, list[Tensor]]:
-    """A call of linears, and the tensors that it reads: weights, then biases that there are.
+    """A call of linears, and the tensors that it reads: weights, then biases.
 
     Args:
         deferred: receives weight gradients while a backward defers them.
@@ -136,7 +136,7 @@ def call_of(
 
 @dataclass(frozen=True)
 class ColumnAlone:
-    """The `column` seam of one rank: all features of several linears of one input.
+    """The `column` seam on one rank: several linears of one input, with all features.
 
     Attributes:
         deferred: receives weight gradients while a backward defers them.
@@ -153,7 +153,7 @@ class ColumnAlone:
 
 @dataclass(frozen=True)
 class RowAlone:
-    """The `row` seam of one rank, of one linear.
+    """The `row` seam on one rank: one linear.
 
     A recomputation would repeat its product where that ends a block. Attributes as in
     `ColumnAlone`.

@@ -64,7 +64,7 @@ def run_works(works: list[Work]) -> Iterator[Tensor]:
 
 
 class Sum(NamedTuple):
-    """Where the gradients of a weight are added up.
+    """Where the gradients of a weight are accumulated.
 
     Attributes:
         local: this rank's part of the sum.
@@ -78,8 +78,8 @@ class Sum(NamedTuple):
 
 
 SumOf = Callable[[Tensor, bool], Sum | None]
-"""Where the next gradient of a parameter belongs; None: it is not this one's, or autograd adds it.
-The second argument is whether it covers all rows."""
+"""Returns where the next gradient of a parameter belongs; None: it belongs elsewhere, or autograd
+adds it. The second argument: whether the gradient covers all rows."""
 
 
 class DeferredWeights:
@@ -130,7 +130,7 @@ class DeferredWeights:
     def made_or_put(
         self, parameter: Tensor, products: Products, grad: Kept, kept: Kept
     ) -> Tensor | None:
-        """A weight's gradient as `made` gives it; None while a backward defers it."""
+        """A weight's gradient as from `made`; None while a backward defers it."""
         if not self.deferring:
             return self.made(parameter, products, grad, kept)
         self.put([parameter], lambda: self.add(parameter, products, grad, kept))
@@ -144,7 +144,7 @@ class DeferredWeights:
         kept: Kept,
         rows: slice | None = None,
     ) -> Tensor | None:
-        """A weight's gradient for autograd to add; None if it was added where others are.
+        """A weight's gradient for autograd to add; None if it was accumulated elsewhere.
 
         That is the parameter's sum, or the gradient of another use in the same backward, for which
         autograd waits: where anybody else refers to its memory, it would add both into a third.
@@ -165,7 +165,7 @@ class DeferredWeights:
         return self._begun(parameter, made) if rows is None and parameter.is_leaf else made
 
     def taken(self, parameter: Tensor, made: Tensor) -> Tensor | None:
-        """The same of a gradient that no product of a linear layer makes."""
+        """The same for a gradient that is not computed by a linear layer's product."""
         if (other := self._of_other_use(parameter)) is None:
             return self._begun(parameter, made)
         other.add_(made)
@@ -189,12 +189,12 @@ class DeferredWeights:
             add_to_grad(parameter, found.local.detach(), rows)
 
     def _of_other_use(self, parameter: Tensor) -> Tensor | None:
-        """The gradient that autograd has of another use of a parameter in the same backward."""
+        """The gradient that autograd has from another use of the parameter in the same backward."""
         arriving = self._arriving.get(parameter)
         return None if arriving is None else arriving()
 
     def _begun(self, parameter: Tensor, made: Tensor) -> Tensor:
-        """The first gradient of a parameter in this backward, to which other uses add theirs."""
+        """The first gradient of a parameter in this backward, to which other uses add."""
         made = made.to(parameter.grad_dtype or parameter.dtype)  # as autograd would
         if not self._arriving:
             Variable._execution_engine.queue_callback(self._arriving.clear)  # when it ends

@@ -29,7 +29,7 @@ from fivefold.model.products import Kept, Products
 
 
 class Factor(NamedTuple):
-    """What tokens are multiplied with: x W^T + b in a forward, dY W for an input's gradient."""
+    """What tokens are multiplied by: x W^T + b in a forward, dY W for an input's gradient."""
 
     products: Products
     weight_FH: Tensor
@@ -43,41 +43,41 @@ class Factor(NamedTuple):
 
     @property
     def plain(self) -> Tensor | None:
-        """The matrix by which tokens are multiplied, if that is all there is to it."""
+        """The matrix that multiplies the tokens, if the product is nothing else."""
         if type(self.products) is not Products:
             return None
         return self.weight_FH if self.of_gradient else self.weight_FH.t()
 
     def read(self, x: Tensor) -> tuple[Kept, Kept]:
-        """What this product takes of all tokens, and what dW does."""
+        """The forms of all tokens that this product and dW need."""
         if not self.of_gradient:
             return self.products.input(x)
         grad = self.products.gradient(x)
         return grad, grad
 
     def taken(self, x: Tensor) -> Kept:
-        """What this product takes of some of the tokens."""
+        """The form of some of the tokens that this product needs."""
         return self.products.gradient(x) if self.of_gradient else self.products.taken(x)
 
     def kept(self, x: Tensor) -> Kept:
-        """What dW takes of all tokens."""
+        """The form of all tokens that dW needs."""
         return self.products.gradient(x) if self.of_gradient else self.products.kept(x)
 
     @property
     def in_parts(self) -> "Factor":
-        """The same, for products of parts of the tokens."""
+        """The same factor for products of parts of the tokens."""
         products = self.products.in_parts(self.weight_FH, of_gradient=self.of_gradient)
         return self._replace(products=products)
 
     def times(self, taken: Kept, out: Tensor | None = None) -> Tensor:
-        """The product of some tokens, written into `out` if there is one."""
+        """The product of some tokens, written into `out` if given."""
         if self.of_gradient:
             return self.products.input_gradient(taken, self.weight_FH, out_TH=out)
         return self.products.output(taken, self.weight_FH, self.bias_F, out)
 
 
 Term = tuple[Kept, Factor]
-"""What a product takes of all tokens, and what they are multiplied with."""
+"""The form of all tokens that a product needs, and its factor."""
 
 
 def _sum_of(terms: Sequence[Term]) -> Tensor:
@@ -90,7 +90,7 @@ def _sum_of(terms: Sequence[Term]) -> Tensor:
 
 
 def _of_rows(terms: Sequence[Term], rows: slice) -> list[Term]:
-    """Terms of some of the tokens; a scale that all tokens share is that of some, too."""
+    """Terms of some of the tokens; a scale shared by all tokens applies to these, too."""
     tokens = len(terms[0][0][0])
     return [
         (tuple(x[rows] if len(x) == tokens else x for x in taken), factor)
@@ -122,7 +122,8 @@ class Exchange:
         return x_TH
 
     def gather_products(self, x: Tensor, factors: Sequence[Factor]) -> tuple[Kept, list[Tensor]]:
-        """[t, H] of each rank -> what dW takes of [T, H], and its products, a [T, F] per factor."""
+        """[t, H] of each rank -> the form of [T, H] that dW needs, and its products, a [T, F] per
+        factor."""
         taken, kept = factors[0].read(self.start_gather(x).wait())
         return kept, [factor.times(taken) for factor in factors]
 
@@ -158,7 +159,8 @@ class SplitTokens(Exchange):
 
 @dataclass(frozen=True)
 class TokensInParts(SplitTokens):
-    """Each rank's tokens are multiplied when they arrive, and sent when they have been multiplied.
+    """Multiplies each rank's tokens when they arrive, and sends them as soon as they are
+    multiplied.
 
     The idea of Wang et al. (Overlap Communication with Dependent Computation via Decomposition,
     2023), with the exchanges of `mesh.parts`. Parts are those of the ranks, so each row of a
@@ -168,10 +170,11 @@ class TokensInParts(SplitTokens):
     group: dist.ProcessGroup
 
     by = "messages"
-    """What carries the parts."""
+    """The means by which parts are sent."""
 
     def gather_products(self, x: Tensor, factors: Sequence[Factor]) -> tuple[Kept, list[Tensor]]:
-        """[t, H] of each rank -> what dW takes of [T, H], and its products, a [T, F] per factor."""
+        """[t, H] of each rank -> the form of [T, H] that dW needs, and its products, a [T, F] per
+        factor."""
         arriving = Arriving(x, self.group)
         products = [x.new_empty(len(arriving.whole), factor.features) for factor in factors]
         each = [factor.in_parts for factor in factors]
@@ -199,7 +202,8 @@ class TokensInSharedMemory(TokensInParts):
     by = "symmetric memory"
 
     def gather_products(self, x: Tensor, factors: Sequence[Factor]) -> tuple[Kept, list[Tensor]]:
-        """[t, H] of each rank -> what dW takes of [T, H], and its products, a [T, F] per factor."""
+        """[t, H] of each rank -> the form of [T, H] that dW needs, and its products, a [T, F] per
+        factor."""
         plain = [factor.plain for factor in factors]
         if any(matrix is None for matrix in plain):
             return super().gather_products(x, factors)
@@ -241,7 +245,7 @@ def exchange_of(
 
 
 def _shares_memory(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of a group read the memory of each other's GPUs; the same on all."""
+    """Whether the ranks of a group can read each other's GPU memory; the same result on all."""
     if "nccl" not in dist.get_backend_config(group):
         return False
     device, rank, size = torch.cuda.current_device(), group.rank(), group.size()

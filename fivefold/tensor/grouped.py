@@ -41,9 +41,10 @@ class GroupedMultiply:
 
 
 class _Grouped(torch.autograd.Function):
-    """Of x, the rows of each group, which recomputation makes again, and the weights.
+    """Autograd function of x, the rows of each group, which recomputation makes again, and the
+    weights.
 
-    dW is made before dX, which is not to lie beside all that a kernel for dW makes.
+    dW is computed before dX, so that dX does not coexist with the buffers of dW's kernel.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Norms of all query heads of a token together, and of all its key heads, that ranks split.
+"""Norms over all query heads of a token, and over all its key heads, which ranks split.
 
 Ranks sum two numbers for each token, its squares of queries and of keys, and two in the backward.
 Shapes: T tokens, F features of this rank's heads.
@@ -43,7 +43,7 @@ class HeadsTogether:
 
 
 class _Rule(NamedTuple):
-    """What both norms have in common, and their sizes.
+    """The common rule of both norms, and their sizes.
 
     Attributes:
         group: ranks that split the heads.
@@ -67,7 +67,7 @@ class _Rule(NamedTuple):
 
 
 class _NormedTogether(torch.autograd.Function):
-    """Keeps queries and keys, and a number of each for a token.
+    """Autograd function that keeps queries and keys, and one number of each per token.
 
     Of a key that several ranks have, each has a part of the gradient: means of these parts are
     divided by the ranks once more, so that the parts add up.

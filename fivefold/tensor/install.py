@@ -39,7 +39,7 @@ def install_deferral(stage: Stage, deferred: DeferredWeights, *, recomputes: boo
 
 
 def install_ends(stage: Stage, deferred: DeferredWeights) -> None:
-    """Make dW of the embeddings and of the output layer deferrable, and added where others are."""
+    """Make dW of the embeddings and of the output layer deferrable, and accumulate it in place."""
     stage.column = ColumnAlone(deferred)
     for embedding in (*stage.embeddings, stage.embed_positions):
         if embedding is not None:

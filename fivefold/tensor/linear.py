@@ -50,7 +50,7 @@ class ColumnParallel:
 
 
 class _Column(torch.autograd.Function):
-    """Of x, the weights, and the biases of those linears that have one."""
+    """Autograd function of x, the weights, and the biases of linears that have one."""
 
     @staticmethod
     def forward(
@@ -88,7 +88,7 @@ class _Column(torch.autograd.Function):
 
 
 class _Gathered:
-    """The tokens of all ranks, of which a backward keeps this rank's until it starts to gather."""
+    """The tokens of all ranks; a backward keeps only this rank's until it starts to gather."""
 
     def __init__(self, exchange: Exchange, x: Tensor) -> None:
         self._exchange, self._x = exchange, x
@@ -98,7 +98,7 @@ class _Gathered:
         self._pending = self._exchange.start_gather(self._x)
 
     def wait(self) -> Tensor:
-        """[T, H], once; started before unless there is nothing to gather."""
+        """[T, H], once; was started before unless there is nothing to gather."""
         pending = self._pending or self._exchange.start_gather(self._x)
         self._pending = None
         return pending.wait()

@@ -22,7 +22,8 @@ from fivefold.optim.optimizer import Optimizer
 
 
 class AttentionLogits:
-    """The heads of this rank's stages; of none, where nothing asks for their logits.
+    """The largest attention logits in the heads of this rank's stages; empty if no setting asks for
+    them.
 
     Args:
         layout: layout of the run.
@@ -48,11 +49,12 @@ class AttentionLogits:
             block.scores = replace(block.scores, largest=self._found[row, own])
 
     def begin(self) -> None:
-        """Begin a step, or another attempt at it."""
+        """Begin a step, or repeat it."""
         self._found.fill_(-inf)
 
     def agreed(self, group: dist.ProcessGroup | None) -> Tensor:
-        """The largest logit of each head over all ranks, [layers, heads] fp64; none unasked."""
+        """The largest logit of each head over all ranks, [layers, heads] fp64; empty if not asked
+        for."""
         if not self._rows:
             return self._found
         return start_all_reduce(self._found.clone(), group, dist.ReduceOp.MAX).wait()

@@ -1,4 +1,4 @@
-"""Microbatches of the loader, as the model takes them."""
+"""Converts the loader's microbatches to what the model takes."""
 
 import torch
 
@@ -8,7 +8,7 @@ from fivefold.model.prediction import with_further
 
 
 def as_batch(microbatch: Microbatch, step: int, depths: int = 0) -> Batch:
-    """What the loader gives, as what the model takes, at optimizer step `step`.
+    """Convert a microbatch of the loader to the model's batch for optimizer step `step`.
 
     `depths`: how many tokens behind the next one are to be predicted as well.
     """

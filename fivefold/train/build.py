@@ -29,7 +29,7 @@ from fivefold.train.ranks.rank_env import RankEnv
 
 @dataclass(frozen=True)
 class Job:
-    """The information that every rank of a run gets.
+    """What every rank of a run is told.
 
     Attributes:
         layout: the checked layout.
@@ -66,7 +66,8 @@ def make_trainer(
     data: PreparedData,
     console: Console | None,
 ) -> Trainer:
-    """The trainer of this rank, at the latest step that the run has saved, else at its origin.
+    """The trainer of this rank, restored to the latest step that the run has saved, else to its
+    origin.
 
     Raises:
         CheckpointError: what the run has saved cannot be loaded.
@@ -104,7 +105,7 @@ def make_trainer(
 
 
 def open_local(job: Job, folder: RunFolder, trainer: Trainer) -> LocalCheckpoints | None:
-    """The states in memory, once the run folder has its first start; collective."""
+    """Open the states in memory, once the run folder has its first start; collective."""
     place = trainer.checkpointer.agree(lambda: local_place(job, folder))
     if place is None:
         return None
@@ -113,14 +114,14 @@ def open_local(job: Job, folder: RunFolder, trainer: Trainer) -> LocalCheckpoint
 
 
 def local_place(job: Job, folder: RunFolder) -> Path | None:
-    """Where this host's memory keeps states of the run; None: nowhere, or not yet."""
+    """Where the memory of this host keeps states of the run; None: nowhere, or not yet."""
     interval = job.layout.config.checkpoint.non_persistent_save_interval
     return _kept_in_memory(job, folder) if interval else None
 
 
 def remove_left_states(job: Job, folder: RunFolder) -> None:
-    """Free the memory of this host that an earlier start of a run took which has ended and saved;
-    nothing may be writing there."""
+    """Free memory of this host that an earlier start of the run used and left, once it has ended
+    and saved; nothing may be writing there."""
     if (place := _kept_in_memory(job, folder)) is not None:
         shutil.rmtree(place, ignore_errors=True)
 

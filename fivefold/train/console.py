@@ -48,7 +48,7 @@ class StepColumn:
 
 
 class _RichConsole(rich.console.Console):
-    """One that raises the error of a pipe whose reader has gone, in place of SystemExit."""
+    """A console that raises the error of a pipe whose reader has gone, instead of SystemExit."""
 
     def on_broken_pipe(self) -> None:
         raise

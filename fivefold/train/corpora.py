@@ -89,12 +89,13 @@ def _sources(config: Config) -> list[Source]:
 
 
 def trains_tokenizer(data: DataConfig) -> bool:
-    """Whether a tokenizer is trained on the text because nothing is said of any."""
+    """Whether a tokenizer is trained on the text because no setting names one."""
     return not (data.tokenizer_model or data.tokenizer_vocab_size or MOCK in data.data_path)
 
 
 def _settings(config: Config, known: Path | None) -> DataConfig:
-    """The data settings, with the known tokenizer or the model's vocabulary for one to train."""
+    """The data settings, with the known tokenizer, or with the model's vocabulary for one to
+    train."""
     data = config.data
     if known is not None and trains_tokenizer(data):
         return replace(data, tokenizer_model=str(known))

@@ -83,7 +83,7 @@ class Engine:
         vote: Callable[[], bool] = lambda: False,
         limit: float = inf,
     ) -> StepResult:
-        """Forward, backward, reduce, and unless something is not finite clip and update.
+        """Forward, backward and reduce; then clip and update, unless a value is not finite.
 
         Nothing waits for the device before its last kernel is launched.
 
@@ -141,8 +141,8 @@ class Engine:
     def apply(self, found: DeviceResult, limit: float = inf) -> StepResult:
         """Clip the gradients by their norm and step the optimizer, on the device and then the host.
 
-        Where something is not finite, and that is checked, or the loss is above `limit`, the device
-        leaves weights, moments and gradients as they are: the host learns of it only afterwards.
+        If a value is not finite (and that is checked), or the loss is above `limit`, the device
+        leaves weights, moments and gradients unchanged; the host learns of it only afterwards.
         """
         config = self.layout.config
         finite, clip = config.training.must_be_finite, config.optimizer.clip_grad
@@ -218,7 +218,7 @@ class Engine:
         return {name: kept for name, kept in stored.items() if not name.startswith(OPTIMIZER)}
 
     def weights_to_load(self, new_adapters: bool) -> dict[str, Tensor | Piece]:
-        """`stored_weights`, without adapters if these are new, which then get initial values."""
+        """`stored_weights`, without adapters that are new and so get initial values."""
         if new_adapters:
             adapters = {n: w for n, w in self.optimizer.weights().items() if LORA in n}
             self.model.initialise(adapters)
@@ -244,7 +244,8 @@ class Engine:
         }
 
     def after_load(self, steps: int, loaded: Mapping[str, Tensor | Piece]) -> None:
-        """Finish loading: step count, copies of tied weights, and what is computed with.
+        """Finish loading: set the step count, copies of tied weights and everything derived from
+        weights.
 
         Args:
             steps: optimizer steps taken.
@@ -265,7 +266,7 @@ class Engine:
         self.optimizer.take(weights)
 
     def _program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
-        """The lowered program, made once; the first rank sees that it keeps every rule."""
+        """The lowered program, made once; the first rank checks that it keeps every rule."""
         key = (num_microbatches, forward_only)
         if key not in self._programs:
             program = self.layout.program(num_microbatches, forward_only=forward_only)
@@ -275,8 +276,8 @@ class Engine:
         return self._programs[key]
 
     def _batches(self, microbatches: Sequence[Microbatch], depths: int = 0) -> list[Batch]:
-        """Still on the host, each cut into the slices that the program has; `depths`: of further
-        predictions."""
+        """The batches, still on the host, cut into the program's sequence slices; `depths`: of
+        multi-token prediction."""
         count = self.layout.config.parallel.num_sequence_slices
         return [
             piece
@@ -291,9 +292,10 @@ class Engine:
         return divide(batch, self.layout.config.model.widest_window, self.groups.cp)
 
     def _count(self, batches: Sequence[Batch]) -> Tensor:
-        """Valid tokens over all ranks that see other tokens, of batches that the host holds.
+        """Number of valid tokens, from batches on the host, over all ranks that see different
+        tokens.
 
-        A scalar, or where the batches ask for D further predictions [1 + D], those of each depth.
+        A scalar; or [1 + D], one number per depth, where the batches ask for D further predictions.
         """
         owns = [valid_by_depth(batch) for batch in batches]
         # Filled, not copied from the host, which would wait for the device.
@@ -309,7 +311,7 @@ class Engine:
         return noted.reshape(1) / self.layout.config.model.num_all_layers
 
     def _sums(self, local_losses: Tensor, vote: bool = False) -> tuple[list[Tensor], Tensor]:
-        """The whole losses, of which tensor-parallel ranks hold the same part, and all votes."""
+        """The whole losses (tensor-parallel ranks hold equal parts), and the sum of votes."""
         losses = local_losses.to(torch.float64).reshape(-1) * (self.groups.at["tp"] == 0)
         *sums, votes = all_reduce(
             torch.cat([losses, torch.full_like(losses[:1], vote)]), self.groups.world
@@ -318,7 +320,7 @@ class Engine:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Its parameters that have gradients."""
+        """The parameters that get gradients."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     @property
@@ -326,14 +328,14 @@ class Engine:
         return self.model.records.values()
 
     def weight(self, name: str) -> Tensor:
-        """This rank's part of a weight with which the device computes, wherever it lies."""
+        """This rank's part of a weight as the device computes with it, wherever it is stored."""
         away = self.model.offloaded
         if away is not None and name in away:
             return away[name]
         return local_tensor(self.parameters[name])
 
     def _weights(self) -> list[Tensor]:
-        """What lies on the device of every parameter."""
+        """The part of every parameter that lies on the device."""
         away = self.model.offloaded or ()
         return [local_tensor(p) for name, p in self.parameters.items() if name not in away]
 

@@ -1,4 +1,4 @@
-"""Evaluates validation sets on a rank, as each data-parallel rank reads its part of them."""
+"""Evaluates validation sets on a rank; each data-parallel rank reads its part of them."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ def rank_loader(
     prefetch: bool = True,
     end: int | None = None,
 ) -> Loader:
-    """The batches of a rank, of `sizes` or all whole; `prefetch` and `end` as in `Loader`."""
+    """A rank's batches, of `sizes`, or whole batches only; `prefetch` and `end` as in `Loader`."""
     training = layout.config.training
     return Loader(
         dataset,
@@ -35,7 +35,7 @@ def rank_loader(
 
 
 def evaluations(engine: Engine, sets: Iterable[ValidationSet], step: int) -> Iterator[EvalMetrics]:
-    """Evaluate each set from its first sample; every rank of the run has to come here."""
+    """Evaluate each set from its first sample; collective over all ranks of the run."""
     for each in sets:
         began = time.perf_counter()
         rank = engine.groups.rank

@@ -92,7 +92,7 @@ class Trainer:
         self._bad = BadSteps(config.training, config.optimizer.loss_scales[1])
 
     def restore(self, source: Checkpointer, step: int | None, *, weights_only: bool) -> None:
-        """Load weights, and unless `weights_only` optimizer, step and place in the data.
+        """Load weights, and unless `weights_only` also optimizer, step and position in the data.
 
         Raises:
             CheckpointError: no such checkpoint, damaged, or of other tensors.
@@ -141,8 +141,8 @@ class Trainer:
         self.engine.scaler.take(state.loss_scale)
 
     def load_folder(self, folder: Path, adapter: Path | None, state: SavedState | None) -> None:
-        """Load weights, and adapters if they are named, as others keep them: each rank its own; of
-        a job that goes on here, and was in that state, masters and moments.
+        """Load weights, and adapters if named, from another format, each rank its own part; of a
+        Megatron-LM job that is resumed also masters and moments.
 
         Raises:
             CheckpointError: on every rank, if tensors are missing, not finite or cannot be read.
@@ -250,7 +250,7 @@ class Trainer:
             self.console.warning(text)
 
     def _save(self) -> float:
-        """Save, and return the seconds for which this held the run up."""
+        """Save, and return the seconds for which this delayed the run."""
         self._see_folder()  # a save would create a deleted folder again
         self._see_state()
         began = time.perf_counter()
@@ -263,14 +263,14 @@ class Trainer:
         return seconds
 
     def _save_local(self) -> None:
-        """Keep the state in the memory of hosts, where that is due."""
+        """Keep the state in the memory of hosts, if that is due."""
         every = self.engine.layout.config.checkpoint.non_persistent_save_interval
         if self.local is not None and self.step % every == 0 and not self._dying:
             self._see_state()
             self.local.save(self.step, self.engine.stored_tensors(), self._state)
 
     def _see_state(self) -> None:
-        """See that what is about to be saved is sound.
+        """Check that the state about to be saved is sound.
 
         Raises:
             TrainingError: something is not finite, or replicas differ, on every rank.
@@ -318,14 +318,14 @@ class Trainer:
 
     def _skip(self) -> None:
         """Consume the data of a step that `iterations_to_skip` names, as Megatron-LM does: its
-        scheduler does not see it, and nothing follows it."""
+        learning-rate schedule does not advance."""
         self.loader.next_batch()
         self.skipped += (self.step,)
         self.step += 1
         self._say(f"step {self.step} only consumes its data (iterations_to_skip {self.step - 1})")
 
     def _pass_over(self, result: StepResult) -> None:
-        """Go on with other data after gradients that overflowed, as Megatron-LM does."""
+        """Go on with the next data after gradients overflowed, as Megatron-LM does."""
         self.engine.optimizer.zero_grad()
         overflow = f"step {self.step + 1}: gradients overflow in fp16, so its data is skipped"
         self._say(f"{overflow}; {self.engine.scaler.changed(result.loss_scale)}")
@@ -373,7 +373,7 @@ class Trainer:
             self._warn(str(Mistake(what, symptom.why + kept, attempt=self._vitals.attempt)))
 
     def _see_replicas(self, *, saving: bool) -> None:
-        """Compare replicas, where that is due.
+        """Compare replicas, if that is due.
 
         Raises:
             TrainingError: they differ, on every rank.

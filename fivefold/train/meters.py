@@ -1,4 +1,4 @@
-"""What a step has taken: what a device can do at most, and what it has used."""
+"""What a step costs: the peak of the device, and the memory and time used."""
 
 import resource
 import sys
@@ -15,8 +15,8 @@ from fivefold.train.step_result import StepResult
 
 
 def peak_memory(device: torch.device, account: object = None) -> int:
-    """Peak memory in bytes: of the allocator on a GPU, on a CPU of the device's tensors by their
-    `account` if there is one, else of the process."""
+    """Peak memory in bytes: on a GPU from the allocator, on a CPU from the `account` of its tensors
+    if there is one, else of the process."""
     if isinstance(account, DeviceLimit):
         return account.holdings.peak
     if device.type == "cuda":
@@ -35,7 +35,7 @@ def device_peak(device: torch.device, precision: str) -> float | None:
 def step_metrics(
     engine: Engine, loader: Loader, step: int, result: StepResult, seconds: float
 ) -> StepMetrics:
-    """What is told of a step that has just been taken, with the loader's latest batch."""
+    """The metrics of a step that has just been taken, with the loader's latest batch."""
     config = engine.layout.config
     tokens = loader.batch_samples * config.training.seq_length
     per_token = training_flops(config.model, config.attended_length).total

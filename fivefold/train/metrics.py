@@ -37,7 +37,7 @@ class LayerRouting:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What `metrics.jsonl` has of the layer."""
+        """The fields of the layer in `metrics.jsonl`."""
         return {
             "tokens": [int(count) for count in self.counts],
             "dropped": self.dropped,
@@ -86,7 +86,7 @@ class StepMetrics:
 
     @property
     def imbalance(self) -> float:
-        """Tokens of the busiest expert over the mean, in the layer where that is most."""
+        """Tokens of the busiest expert over the mean, in the layer where that ratio is highest."""
         return max((layer.imbalance for layer in self.routing), default=1.0)
 
     @property
@@ -133,7 +133,7 @@ class StepMetrics:
 
     @property
     def record(self) -> dict[str, Any]:
-        """`values`, and by layer what lists say of experts, as in `metrics.jsonl`."""
+        """`values`, and lists about the experts of each layer, as in `metrics.jsonl`."""
         layers = {str(layer.layer): layer.values for layer in self.routing}
         return {**self.values, "experts": layers} if layers else {**self.values}
 
@@ -168,7 +168,7 @@ class EvalMetrics:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What `metrics.jsonl` has of it."""
+        """The record in `metrics.jsonl`."""
         return {**self.values}
 
     @property
@@ -247,7 +247,8 @@ def close_all(sinks: Iterable[Sink]) -> None:
 
 
 def check_installed(package: str, name: str, extra: str | None = None) -> None:
-    """Look for an optional package, without importing it; `extra` is ours, if called otherwise.
+    """Check for an optional package without importing it; `extra` is its name among our extras, if
+    it differs.
 
     Raises:
         ConfigError: it is not installed.

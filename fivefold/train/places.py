@@ -1,4 +1,4 @@
-"""Where ranks run: their devices, threads and processors, on which they join their group."""
+"""Where ranks run: devices, threads and processors, and how they join their group."""
 
 from collections.abc import Sequence
 
@@ -48,7 +48,7 @@ def choose_places(
 def join_group(
     config: Config, env: RankEnv, device: DeviceChoice, bindings: Sequence[Binding] = ()
 ) -> torch.device:
-    """Join the process group of all ranks, on this rank's processors; its device."""
+    """Join the process group of all ranks, on this rank's processors; return its device."""
     training = config.training
     if bindings:  # before threads start and memory is taken; `srun` may show a rank its GPU only
         bind(bindings[env.local_rank % len(bindings)])

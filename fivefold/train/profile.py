@@ -67,9 +67,9 @@ def profiled(engine: Engine, folder: Path) -> Iterator[None]:
 
 
 def _forget(folder: Path, rank: int, profiled_ranks: Collection[int]) -> None:
-    """Remove the trace of this rank, and on the first one those of ranks that write none.
+    """Remove this rank's trace, and on the first rank those of ranks that write none.
 
-    An earlier start left them, perhaps of other ranks: they are not of the step that comes now.
+    An earlier start may have left them for other ranks; they do not show this step.
     """
     for path in folder.glob("rank-*.json"):
         other = path.stem.removeprefix("rank-") not in map(str, profiled_ranks)
@@ -78,13 +78,13 @@ def _forget(folder: Path, rank: int, profiled_ranks: Collection[int]) -> None:
 
 
 def check_profiler(logging: LoggingConfig, device: str) -> None:
-    """Check what only the device decides.
+    """Check the profiler settings that depend on the device.
 
     Raises:
         ConfigError: the allocator of this device keeps no history.
     """
     if logging.record_memory_history and device != "cuda":
-        what = "record_memory_history is of the GPU's allocator, and ranks train on the CPU"
+        what = "record_memory_history needs a GPU's allocator, and ranks train on the CPU"
         raise ConfigError(Mistake(what, works=("--no-record-memory-history",)))
 
 
@@ -96,9 +96,9 @@ def _both(recorder: Recorder, act: Act) -> Iterator[None]:
 
 @contextmanager
 def _traced(engine: Engine, path: Path) -> Iterator[None]:
-    """Write torch's trace of the block, in which messages are named by axis.
+    """Write torch's trace of the block, with messages named by axis.
 
-    Not of compiled layers: an observer of operations would run them uncompiled.
+    Messages of compiled layers have no names: an observer of operations would run these uncompiled.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes lines between ours
     activities = [ProfilerActivity.CPU]
@@ -116,7 +116,7 @@ def _traced(engine: Engine, path: Path) -> Iterator[None]:
 
 
 def _is_whole(trace: Path) -> bool:
-    """Whether the JSON of a trace has its end."""
+    """Whether the JSON of a trace is complete."""
     with suppress(OSError), trace.open("rb") as file:
         file.seek(-2, os.SEEK_END)
         return file.read().rstrip().endswith(b"}")
@@ -125,7 +125,7 @@ def _is_whole(trace: Path) -> bool:
 
 @contextmanager
 def _allocations(path: Path) -> Iterator[None]:
-    """Write what the GPU's allocator did in the block."""
+    """Write the history of the GPU's allocator in the block."""
     torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
     try:
         yield
@@ -136,7 +136,7 @@ def _allocations(path: Path) -> Iterator[None]:
 
 
 class _Named(Watch):
-    """Puts a range around each operation of torch.distributed: axis, operation, bytes sent."""
+    """Marks each operation of torch.distributed with a range: axis, operation, bytes sent."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()

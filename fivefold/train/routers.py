@@ -1,4 +1,4 @@
-"""What the routers of a run decide in a step, put together for all ranks."""
+"""What the routers of a run decide in a step, collected from all ranks."""
 
 from collections.abc import Mapping
 
@@ -36,7 +36,7 @@ class Routers:
         self._copies = layout.grid.ranks_per_stage * layout.num_copies
 
     def begin(self, global_batch_size: int) -> None:
-        """Begin a step of so many rows over all ranks, or another attempt at it: with indexers."""
+        """Begin a step of this many rows over all ranks, or repeat it, for indexers, too."""
         for module in self._taught:
             module.begin_step(global_batch_size)
 
@@ -54,7 +54,7 @@ class Routers:
         return total
 
     def update(self, sums: Tensor) -> None:
-        """After an update of the weights: move biases by the sums of all ranks."""
+        """Move the routers' biases after a weight update, by the sums of all ranks."""
         for router in self._routers:
             like = map(self.layers.index, self._model.layers_like(router.layer))
             # Row by row: the host would wait for a list of them to reach the device.

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fivefold.checkpoint.folder import CheckpointFolder
 from fivefold.checkpoint.local import latest_complete
 from fivefold.config.config import Config
 from fivefold.config.sources import to_toml
@@ -31,7 +32,7 @@ from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
 from fivefold.train.folder.lock import FolderInUse, RunLock, claim
 from fivefold.train.folder.origin import Origin, find_origin, is_finished
-from fivefold.train.folder.run_folder import RunFolder, new_run_path
+from fivefold.train.folder.run_folder import CHECKPOINTS, RunFolder, new_run_path
 from fivefold.train.folder.side_files import keep_side_files
 from fivefold.train.health.watchdog import Watchdog
 from fivefold.train.health.witness import mark_work
@@ -90,8 +91,7 @@ def train(
         origin = _find_origin(config, lock, again=False)
         job = Job(layout, name, lock.folder, origin, chosen, threads, bindings, lock)
         if is_finished(job.origin, config):
-            remove_left_states(job, RunFolder(job.path))
-            print(_nothing_to_do(job))
+            _tell_finished(job, lock)
             return End(0)
         with lock.beating():
             job = replace(job, data=_open_data(job, print))
@@ -110,7 +110,7 @@ def train(
 def _train_here(
     job: Job, nproc: int, max_restarts: int, find_origin: Callable[[], Origin | None]
 ) -> End:
-    """Train on ranks that this process starts, also after failures."""
+    """Train on ranks that this process starts, and starts again after failures."""
     folder, layout = RunFolder(job.path), job.layout
 
     def kept() -> int | None:
@@ -141,7 +141,7 @@ def _train_here(
 
 
 def _run_ordered(job: Job, env: RankEnv, orders: Orders | None) -> int:
-    """Train on this rank from where `orders` says, else from where the job does."""
+    """Train on this rank from the state that `orders` names, else from the job's."""
     if orders is not None:
         job = replace(job, **Again.of(orders)._asdict())
     return _join_and_run(job, env)
@@ -152,7 +152,7 @@ def _join_and_run(job: Job, env: RankEnv) -> int:
 
 
 def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) -> int:
-    """Train on a rank that torchrun or srun has started; the first rank locks the run folder."""
+    """Train on a rank that torchrun or srun started; the first rank locks the run folder."""
     config, lock = layout.config, None
     outcome: tuple[Path, Origin | None] | FivefoldError | None = None
     chosen, threads, bindings = choose_places(layout, env, None, asked)
@@ -176,9 +176,8 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
         job = Job(layout, name, path, origin, chosen, threads, bindings, lock, hosts=hosts)
         if not is_finished(origin, config):
             run_rank(job, env, device)
-        elif env.rank == 0:
-            remove_left_states(job, RunFolder(job.path))
-            print(_nothing_to_do(job))
+        elif lock is not None:
+            _tell_finished(job, lock)
     return 0
 
 
@@ -277,12 +276,17 @@ def _open_data(job: Job, progress: Progress) -> PreparedData:
     return open_data(job.layout.config, progress, known)
 
 
-def _nothing_to_do(job: Job) -> str:
-    training = job.layout.config.training
+def _tell_finished(job: Job, lock: RunLock) -> None:
+    """Say that nothing is left to do, and remove what a start that was killed as it ended left."""
+    folder, training = RunFolder(job.path), job.layout.config.training
+    if (kept := folder.path / CHECKPOINTS).is_dir():  # else another run's steps are done
+        lock.begin()  # else it would leave the file of a dead owner as it was
+        CheckpointFolder(kept).clear()
+    remove_left_states(job, folder)
     steps = training.num_steps
     what = f"{job.path} has done its {several(steps, 'step')}: nothing is left to do"
     further = f"{training.lasting(2 * steps)} to go on, or another --save to train anew"
-    return str(Mistake(what, attempt=further))
+    print(Mistake(what, attempt=further))
 
 
 def _begin(

@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 
 class StepRecorder(Protocol):
-    """A way to run work, and to run it again without the host's part of it."""
+    """Runs work, and can run it again without the host's part."""
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do the work now, as `record` will later."""
+        """Do the work now, in the way `record` will later."""
 
     def record(self, work: Callable[[], Sequence[Tensor]], streams: Sequence[Any]) -> "Replay":
         """Record the work, which need not be done.
@@ -48,7 +48,7 @@ Replay = Callable[[], None]
 
 
 class CudaRecorder:
-    """Records what kernels are launched on a stream as a CUDA graph.
+    """Records the kernels launched on a stream as a CUDA graph.
 
     Each graph has memory of its own: a run has one, or one for each number of microbatches.
 
@@ -60,7 +60,7 @@ class CudaRecorder:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do the work on the stream that records: autograd remembers where tensors were made."""
+        """Do the work on the recording stream, since autograd remembers where tensors were made."""
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -69,7 +69,7 @@ class CudaRecorder:
         return done
 
     def record(self, work: Callable[[], Sequence[Tensor]], streams: Sequence[Any]) -> Replay:
-        """Capture the work; other threads may go on using the device meanwhile."""
+        """Capture the work; other threads may use the device meanwhile."""
         gc.collect()  # what is unreachable may hold memory, and is not to be freed meanwhile
         graph, mode = torch.cuda.CUDAGraph(), "thread_local"
         here = torch.cuda.current_stream(self._device)
@@ -121,7 +121,7 @@ class StepGraphs:
         self.replayed = 0
 
     def run(self, program: Program, batches: Sequence[Batch], scale: Tensor) -> StepSums:
-        """Leave the complete gradient of a step on the parameters, which have none.
+        """Leave the complete gradient of a step on the parameters, which must have none before.
 
         Args:
             program: lowered.
@@ -148,8 +148,8 @@ class StepGraphs:
         return recorded.sums
 
     def release(self) -> None:
-        """Forget what is recorded: graphs give their memory back, and let go of NCCL's groups,
-        which would wait for that when they are destroyed."""
+        """Drop the recorded graphs: they free their memory and release NCCL's groups, whose
+        destruction would otherwise wait for them."""
         self._recorded.clear()
 
     @contextmanager
@@ -190,14 +190,16 @@ class StepGraphs:
         return _Recorded(there, scale, made[0], gradients, replay)
 
     def _settled(self) -> list[Any]:
-        """Free gathered parameters and forget events; the streams beside the one that computes."""
+        """Free gathered parameters and forget events; return the streams beside the computing
+        one."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return [stream for each in self._model.gradients.values() for stream in each.settle()]
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
-        """Tell nobody which act begins: the mark of its place would be an event of the capture."""
+        """Do not report actions as they begin: the event that marks one would become part of the
+        capture."""
         executor = self._model.executor
         enter, executor.enter = executor.enter, lambda act: None
         try:

@@ -1,4 +1,4 @@
-"""What a step found, on the device and on the host."""
+"""The result of a step, on the device and on the host."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from fivefold.train.metrics import LayerRouting
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step found, the same on every rank.
+    """The result of a step, the same on every rank.
 
     Attributes:
         loss: mean over the global batch's valid tokens.
@@ -37,7 +37,7 @@ class StepResult:
 
     @property
     def loss_scale(self) -> float | None:
-        """What gradients were multiplied with while they were made; None but in fp16."""
+        """The factor of gradients while they were computed; None except in fp16."""
         return self.extra.get("loss_scale")
 
     @property
@@ -47,18 +47,18 @@ class StepResult:
 
     @property
     def overflowed(self) -> bool:
-        """Whether gradients were too large for fp16, as they were scaled."""
+        """Whether the scaled gradients were too large for fp16."""
         return self.loss_scale is not None and isfinite(self.loss) and not self.finite
 
     def is_refused(self, limit: float, *, finite: bool) -> bool:
-        """Whether the step is not taken: its loss is above `limit`, or where they have to be
-        `finite`, its loss or gradient norm is no number."""
+        """Whether the step is not taken: its loss is above `limit`, or its loss or gradient norm is
+        not finite although they must be (`finite`)."""
         return self.loss > limit or (finite and not self.finite)
 
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """A `StepResult` of which the device may still be working out every number.
+    """A `StepResult` whose numbers the device may still be computing.
 
     Attributes:
         loss: fp64 scalar.

@@ -1,4 +1,4 @@
-"""A few real steps of a layout, for their times: no run folder, no checkpoint."""
+"""Runs a few real steps of a layout to time them, without run folder or checkpoint."""
 
 import contextlib
 import io

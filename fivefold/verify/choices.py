@@ -1,8 +1,7 @@
-"""Lets routers and indexers of a run in 16 bits choose what one device in fp64 has chosen.
+"""Makes routers and indexers of a 16-bit run repeat the choices of one device in fp64.
 
-A router that is nearly undecided chooses another expert when one bit of its scores differs, and
-then the gradients of both experts differ by far more than rounding; so does an indexer with tokens.
-What they choose is compared in fp64.
+If two scores are nearly equal, one bit decides which expert, or which token, is chosen, and the
+gradients then differ by far more than rounding. The choices themselves are compared in fp64.
 """
 
 from collections import defaultdict
@@ -20,13 +19,13 @@ from fivefold.model.moe.routing import Router, plain_choice
 from fivefold.model.transformer import Stage
 
 Choices = dict[str, Tensor]
-"""By layer and what chooses, int64 rows of tokens, ascending: a token's run-wide id, then of a
-router its K experts and, where capacity is limited, whether each of them has capacity for it; of an
-indexer how far before it each chosen token is, -1 in place of those that are not there."""
+"""By layer and chooser, int64 rows of tokens in ascending order: a token's run-wide id, then for a
+router its K experts and, with limited capacity, whether each has capacity for it; for an indexer
+the distance back to each chosen token, or -1 for none."""
 
 
 class ChoiceRecorder:
-    """Writes down what the routers and indexers of a model choose from now on."""
+    """Records the choices of a model's routers and indexers from now on."""
 
     def __init__(self, model: Stage) -> None:
         self._rows: defaultdict[str, list[Tensor]] = defaultdict(list)
@@ -103,18 +102,18 @@ def _known_tokens(
 
 
 def _of(rows: Tensor, ids_N: Tensor) -> Tensor:
-    """What was chosen for tokens with these ids."""
+    """The recorded choices for tokens with these ids."""
     return rows[torch.searchsorted(rows[:, 0].contiguous(), ids_N.contiguous())][:, 1:]
 
 
 def _ascending(rows: Tensor) -> Tensor:
-    """Each token once: a backward chooses once more."""
+    """Each token once, in ascending order; a backward repeats choices."""
     rows = rows[rows[:, 0].argsort()]
     return rows[torch.cat((torch.ones(1, dtype=torch.bool), rows[:, 0].diff() != 0))]
 
 
 def _ids(context: Context, queries: SomeQueries, rows: int) -> Tensor:
-    """Run-wide ids of the tokens of queries, [B, q]; packed rows may lie end to end."""
+    """Run-wide ids of the tokens of queries, [B, q]; packed rows may be concatenated."""
     first_B, at = context.first_ids_B, torch.arange(*queries.at, device=context.first_ids_B.device)
     if rows == len(first_B):
         return first_B[:, None] + at

@@ -115,7 +115,8 @@ def baseline_differences(
 def _gradients(
     engine: Engine, step: int, choices: Choices | None
 ) -> tuple[DeviceResult, StepResult]:
-    """Leave a step's gradients on the parameters: in fp16 with the first scale that allows it.
+    """Compute a step's gradients on the parameters; in fp16 with the first loss scale that allows
+    it.
 
     Args:
         engine: this rank's engine.

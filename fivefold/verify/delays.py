@@ -1,4 +1,4 @@
-"""Random delays in the streams of a GPU, which bring missing waits to light."""
+"""Random delays in the streams of a GPU, which reveal missing waits."""
 
 import random
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ import torch
 from fivefold.audit.watch import Watch
 
 SHARE = 0.03
-"""Share of the operations that a delay comes before."""
+"""Share of the operations that are delayed."""
 CYCLES = 1_500_000
 """The longest delay, in cycles of the GPU: some 0.8 ms."""
 
 
 class Delays(Watch):
-    """Holds up whichever stream an operation is for, at random, while it is entered.
+    """Delays the current stream at random before an operation, while it is entered.
 
-    A program whose streams wait where they must computes the same, only later. One that forgets to
-    mostly reads what was there before, which without a delay it would do once in a blue moon.
+    A program with all necessary waits computes the same, only later. One with a missing wait reads
+    stale memory, which without delays it would hardly ever do.
 
     Args:
         seed: what it draws from.
@@ -30,7 +30,7 @@ class Delays(Watch):
         self._random = random.Random(f"{seed} {rank}")
 
     def pause(self) -> None:
-        """Hold up the current stream, or not."""
+        """Delay the current stream, or not."""
         if self._random.random() < SHARE:
             torch.cuda._sleep(self._random.randrange(CYCLES))
 

@@ -104,7 +104,8 @@ def _explanations(
 
 
 def _factors(engine: Engine, experts: bool) -> dict[float, str]:
-    """Telling multiples of the right gradient -> their meaning, for experts or other weights."""
+    """Multiples of the right gradient that identify a mistake -> their meaning, for experts or
+    other weights."""
     grid, count = engine.layout.grid, engine.layout.num_microbatches
     names: dict[int, list[str]] = {2: []}
     axes = {"tp": grid.tp, "cp": grid.cp}

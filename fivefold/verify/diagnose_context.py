@@ -149,7 +149,8 @@ def _sources(part: MicrobatchShare) -> list[int]:
 
 @dataclass(frozen=True)
 class _InRankOrder:
-    """An attention kernel that treats exchanged tokens as a row, although they are in rank order.
+    """An attention kernel that leaves exchanged tokens in rank order, as if that were the order of
+    the row.
 
     Attributes: see `_LacksLastKeys`.
     """
@@ -182,7 +183,7 @@ class _InRankOrder:
 
 
 def _put(values: Tensor, part: MicrobatchShare, own: Tensor) -> None:
-    """The inverse of `taken`: set a rank's part of values of all tokens."""
+    """The inverse of `taken`: write a rank's part into the values of all tokens."""
     rows = values.view(part.shards.rows, -1, *values.shape[2:])
     at = 0
     for start, stop in part.spans:

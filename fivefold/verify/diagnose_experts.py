@@ -45,7 +45,7 @@ def _counted_again(engine: Engine, true_ME: Tensor) -> Iterator[tuple[Tensor, st
 def gradients_of_tokens(
     engine: Engine, step: int, reference: ReferenceStep
 ) -> Iterator[tuple[str, Tensors]]:
-    """What gradients are if something of experts is missed: a sum, or the main loss.
+    """Gradients that result if a sum over experts, or the main loss, is missing.
 
     Args:
         engine: engine of the run.

@@ -59,7 +59,7 @@ def shallower(layout: Layout, config: Config) -> Config:
 
 
 def _recomputes_some(memory: MemoryConfig, counts: Sequence[int]) -> bool:
-    """Whether some stage recomputes some of its layers only, or all in more than one group."""
+    """Whether a stage recomputes only some of its layers, or all in more than one group."""
     again = memory.recomputes_first_layers or memory.recompute_granularity == "full"
     numbers = memory.recompute_num_layers
     each = numbers * len(counts) if len(numbers) == 1 else numbers
@@ -67,7 +67,7 @@ def _recomputes_some(memory: MemoryConfig, counts: Sequence[int]) -> bool:
 
 
 def _recomputing_fewer(config: Config, counts: Sequence[int], left: Sequence[int]) -> Config:
-    """Recompute none, some or all of the layers that are left of each stage, as before."""
+    """The same kind of recomputation for the remaining layers: none, some or all of each stage."""
     numbers = config.memory.recompute_num_layers
     if len(numbers) == 1:  # for every stage, of which the largest has a like after the change
         counts, left = [max(counts)], [max(left)]
@@ -78,15 +78,16 @@ def _recomputing_fewer(config: Config, counts: Sequence[int], left: Sequence[int
 
 
 def _fewer_recomputed(number: int, count: int, left: int) -> int:
-    """Recomputed layers of a stage, or of a group: none, some or all of those that are left."""
+    """Number of recomputed layers of a stage, or of a group: none, some or all of the remaining
+    ones."""
     if number >= count:
         return left or number
     return min(number, max(left - 1, 1))
 
 
 def _taken(model: ModelConfig, layers: Sequence[int], count: int) -> list[int]:
-    """At most `count` of these layers, with and without experts if there are both, of each mixer if
-    layers have one, and of both ends if they keep bf16: before these, others."""
+    """At most `count` of these layers: with and without experts, of each mixer, and from both bf16
+    ends, if there were such."""
     firsts = {_kind_of(model, layer): layer for layer in reversed(layers)}
     others = [layer for layer in layers if layer not in firsts.values()]
     return sorted([*sorted(firsts.values(), key=model.is_wide), *others][:count])
@@ -115,7 +116,7 @@ def _with_layers(config: Config, layers: Sequence[int]) -> Config:
 
 
 def _few_in_bf16(model: ModelConfig, layers: Sequence[int]) -> dict[str, Any]:
-    """Those of these layers that keep bf16; if there are none, as without the setting."""
+    """Number of these layers that stay in bf16; the setting's default if there are none."""
     first = sum(_end_of(model, layer) == 1 for layer in layers)
     last = sum(_end_of(model, layer) == 2 for layer in layers)
     few = (True, first, last) if first + last else (getattr(ModelConfig, name) for name in IN_BF16)
@@ -123,12 +124,12 @@ def _few_in_bf16(model: ModelConfig, layers: Sequence[int]) -> dict[str, Any]:
 
 
 def _end_of(model: ModelConfig, layer: int) -> int:
-    """1 of a layer that keeps bf16 at the start, 2 at the end, 0 of others."""
+    """1 for a bf16 layer at the start, 2 for one at the end, 0 for others."""
     return model.is_wide(layer) * (1 if layer < model.num_layers_at_start_in_bf16 else 2)
 
 
 def _some_of(has: Sequence[bool], layers: Sequence[int]) -> list[bool]:
-    """Which of the layers that are kept have something: one with, one without, if there were."""
+    """Which of the kept layers have a property: one with it and one without, if there were both."""
     few = [has[layer] for layer in layers]
     few[0] |= any(has) and not any(few)
     few[-1] &= all(has) or not all(few)
@@ -136,13 +137,13 @@ def _some_of(has: Sequence[bool], layers: Sequence[int]) -> list[bool]:
 
 
 def _kind_of(model: ModelConfig, layer: int) -> tuple[Mixer | None, bool, int]:
-    """What of a layer a shrunk model keeps: its mixer, whether it has experts, and whether it keeps
-    bf16."""
+    """The properties of a layer that a shrunk model keeps: mixer, experts, and bf16."""
     return model.mixer_of(layer), model.is_moe(layer), _end_of(model, layer)
 
 
 def _few_mixers(model: ModelConfig, layers: Sequence[int]) -> str:
-    """The mixers of these layers, at least one with states, and one with experts if there were."""
+    """The mixers of these layers, with at least one that has a state and one with experts, if there
+    were any."""
     few = [str(model.mixer_of(layer)) for layer in layers]
     few[0] = few[0] if "M" in few else "M"
     if model.num_experts is not None and "E" not in few:

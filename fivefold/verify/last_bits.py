@@ -1,4 +1,4 @@
-"""What a run in fp32 cannot be compared with fp64 for."""
+"""Refuses runs in fp32 whose result depends on a last bit."""
 
 from fivefold.config.config import Config
 from fivefold.config.settings import flag_of
@@ -6,7 +6,7 @@ from fivefold.errors import ConfigError, Mistake
 
 
 def refuse_last_bits(config: Config) -> None:
-    """Refuse to compare with fp64 what a last bit of fp32 changes by more than an error does.
+    """Refuse a comparison in fp32 if a changed last bit would matter more than a mistake.
 
     Raises:
         ConfigError: it is fp32, and numbers are rounded to fewer bits or tokens dropped by their

@@ -1,4 +1,4 @@
-"""Narrower layers for verification, of which parallelism divides what it divided. No torch."""
+"""Narrower layers for verification; sizes that parallelism divides stay divisible. No torch."""
 
 from math import lcm
 from typing import Any
@@ -12,7 +12,7 @@ MOST_FEATURES = 512  # inner features of all experts of a layer, if their ranks 
 
 
 def narrower(layout: Layout, config: Config) -> Config:
-    """Few, small heads and a small vocabulary; what tp divides is divided as before."""
+    """Few, small heads and a small vocabulary; sizes that tp divides stay divisible."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = _few_heads(model, tp * _exchanging(config))
     even = 2 if model.kv_channels_local is None else 8  # features, for RoPE of a part of them
@@ -72,8 +72,8 @@ def _small_heads(model: ModelConfig, groups: list[int], head_dim: int) -> dict[s
 
 
 def _few_heads(model: ModelConfig, ranks: int) -> tuple[int, list[int]]:
-    """Query heads that divide evenly over the ranks, and key/value heads that share them: those of
-    layers without a window, then of those with one."""
+    """Query heads that divide evenly over the ranks, and key/value heads: of layers without a
+    window, and of those with one."""
     every, groups = model.num_attention_heads, list[int]()
     kinds = (False, True) if model.has_local_sizes else (False,)
     before = [model.attention_of(local).num_kv_heads for local in kinds]
@@ -130,7 +130,7 @@ def _exchanging(config: Config) -> int:
 
 
 def _small_states(config: Config) -> dict[str, Any]:
-    """Few and small heads with states, of whose groups ranks have as many as before, or two."""
+    """Few and small heads with states; ranks hold as many groups as before, or two."""
     parallel, sizes = config.parallel, config.model.states
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     groups = ranks * min(sizes.groups // ranks, 2)

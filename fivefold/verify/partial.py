@@ -1,4 +1,4 @@
-"""Gradients of a part of a step's tokens: what is left where a sum over ranks is missing."""
+"""Gradients of a part of a step's tokens: the result of a missing sum over ranks."""
 
 from collections.abc import Collection
 
@@ -21,7 +21,7 @@ from fivefold.verify.reference import (
 
 
 def plain_before(config: Config, reference: ReferenceStep) -> Stage:
-    """The plain model with the weights, and delayed scales, before the step."""
+    """The plain model with the weights and delayed scales from before the step."""
     model = plain_model(config, torch.float64)
     scales = delayed_scaling(model, config).stored(copies=True)
     for name, piece in scales.items():

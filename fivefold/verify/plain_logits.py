@@ -1,6 +1,6 @@
-"""The largest attention logits of one device, by their definition, and what QK-clip does of them.
+"""The largest attention logits of one device, by definition, and what QK-clip does with them.
 
-All S x S logits are held: models to verify are small.
+All S x S logits are held, since verified models are small.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from fivefold.model.transformer import Stage
 
 
 class LogitWatch:
-    """Sees the queries and keys of a plain model's attention, if its configuration asks.
+    """Observes the queries and keys of a plain model's attention, if its configuration needs them.
 
     Args:
         model: the model.
@@ -34,7 +34,7 @@ class LogitWatch:
                 self._models[name] = block.model
 
     def taken(self) -> dict[str, Tensor]:
-        """The largest logit of each head since the last time, [N] by the name of its block."""
+        """The largest logit of each head since the last call, [N] by the name of its block."""
         found = {name: torch.stack(each).amax(0) for name, each in self._seen.items()}
         self._seen = {}
         return found
@@ -68,7 +68,7 @@ class LogitWatch:
 
 
 def largest_logits(q_BSND: Tensor, k_BSGD: Tensor, scope: Scope) -> Tensor:
-    """The largest of each query head, [N], of whole rows."""
+    """The largest logit of each query head, [N], over whole rows."""
     wide = torch.promote_types(q_BSND.dtype, torch.float32)
     shared = q_BSND.shape[2] // k_BSGD.shape[2]
     k_BSND = k_BSGD.repeat_interleave(shared, dim=2).to(wide)
@@ -85,12 +85,12 @@ def largest_logits(q_BSND: Tensor, k_BSGD: Tensor, scope: Scope) -> Tensor:
 
 
 def largest_of(logits: Mapping[str, Tensor]) -> dict[str, float]:
-    """The largest logit of all, if any is known."""
+    """The largest of all logits; None if there are none."""
     return {"max_attention_logit": float(max(map(torch.max, logits.values())))} if logits else {}
 
 
 def _shared(model: ModelConfig) -> int:
-    """Query heads that share a key head."""
+    """Number of query heads that share a key head."""
     latent = model.multi_latent_attention
     return 1 if latent else model.num_attention_heads // model.num_kv_heads
 
@@ -98,7 +98,7 @@ def _shared(model: ModelConfig) -> int:
 def _clip_group(
     of: Mapping[str, Tensor], head: int, share: float, alpha: float, model: ModelConfig
 ) -> None:
-    """The query heads from `head` on that share a key head, and this."""
+    """Clip the query heads from `head` on that share a key head, and that key head."""
     D, each = model.query_dim, model.query_outputs // model.num_attention_heads
     for query in range(head, head + _shared(model)):
         of["q_proj.weight"][query * each : query * each + D] *= share**alpha

@@ -1,4 +1,5 @@
-"""The update of one device: torch's AdamW, Muon on whole matrices, and what narrow states hold."""
+"""The update of one device: torch's AdamW, Muon on whole matrices, and the rounding of narrow
+states."""
 
 from collections.abc import Mapping
 
@@ -14,13 +15,13 @@ from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
 from fivefold.optim.schedule import rates
 
 ENDS = ("embed_tokens.weight", "lm_head.weight")
-"""Weights of the whole model with a learning rate of their own, if there is one."""
+"""Weights of the whole model that have a learning rate of their own."""
 
 
 class PlainUpdate:
     """Updates the weights of a whole model.
 
-    All numbers keep the type of the weights, also where a run keeps them in fewer bits.
+    All numbers have the type of the weights, even where a run keeps them in fewer bits.
 
     Args:
         weights: those that are trained, by name.
@@ -70,7 +71,7 @@ class PlainUpdate:
 
     @torch.no_grad()
     def _round_state(self, step: int) -> None:
-        """Leave in moments, and in weights of a model in bf16, what they can hold."""
+        """Round moments, and bf16 weights, to what their storage can hold."""
         settings = self._config.optimizer
         types = settings.moment_types
         rounds = settings.main_params_dtype == "bf16" and self._dtype == torch.bfloat16
@@ -93,7 +94,7 @@ class PlainUpdate:
 
 
 def _means(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The means of gradients, still zero, of the matrices that Muon updates."""
+    """The means of gradients, initially zero, of the matrices that Muon updates."""
     if config.optimizer.optimizer != "muon":
         return {}
     every = stage_weights(config.model)
@@ -105,7 +106,7 @@ def _means(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
 
 
 def _adamw(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    """A group for each weight, which says what it is."""
+    """An AdamW parameter group for each weight."""
     groups = [
         {"params": [weight], "named": name, "decays": decays}
         for name, weight in weights.items()

@@ -27,7 +27,7 @@ def lose_gradients(engine: Engine) -> None:
 
 
 def leave_rank_order(engine: Engine) -> None:
-    """Leave exchanged tokens in the order of the ranks, not of the rows."""
+    """Leave exchanged tokens in the order of the ranks instead of that of the rows."""
 
     def change(kernel: Kernel) -> Kernel:
         assert isinstance(kernel, Heads), "only heads are exchanged for tokens"

@@ -37,7 +37,7 @@ Tensors = dict[str, Tensor]
 Routing = dict[int, list[Tensor]]
 """Tokens of each expert in each microbatch, by layer."""
 NAMED = ("grads", "before", "after", "choices")
-"""Fields of a step that hold a tensor for each name."""
+"""Fields of a step with one tensor per name."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ReferenceStep:
 
 
 def plain_model(config: Config, dtype: torch.dtype) -> Stage:
-    """The whole model without parallelism, its parameters in `dtype`."""
+    """The whole model without parallelism, with parameters in `dtype`."""
     training = config.training
     model = Stage(config.model, training=training, experts=config.experts)
     for module in taught(model):
@@ -85,7 +85,7 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
 
 
 def delayed_scaling(model: Stage, config: Config) -> DelayedScaling:
-    """The delayed scales with which a plain model multiplies from now on, if there are any."""
+    """The delayed scales that a plain model uses from now on; None without delayed scaling."""
     every = delayed_linears(config).items()
     layers = [ScaledLayer(name, 0, True, experts, 0, experts or 1) for name, experts in every]
     return install_delayed({0: model}, layers, config, torch.device("cpu"))
@@ -133,7 +133,7 @@ class _PlainRun:
         self._scale, self._least_scale = scales
 
     def step(self, number: int) -> ReferenceStep:
-        """Make a step, and tell what came of it."""
+        """Run a step and return its results."""
         before = _state(self._master, self._scaling)
         batch = global_batch(self._config, number)
         depths = self._config.model.mtp_num_layers
@@ -164,8 +164,8 @@ class _PlainRun:
     def _gradients(
         self, batch: Microbatch, tokens: Sequence[int], number: int
     ) -> tuple[Tensor, Tensors, Routing, Sequence[Tensor]]:
-        """Losses, gradients, tokens of experts, and losses of indexers; the loss scale is halved
-        until no gradient overflows."""
+        """Losses, gradients, tokens per expert, and indexer losses; the loss scale is halved until
+        no gradient overflows."""
         samples = microbatches(self._config, batch)
         while True:
             self._watch.taken()
@@ -185,7 +185,7 @@ class _PlainRun:
     def _take(
         self, grads: Tensors, norm: float, routing: Routing, number: int, logits: Tensors
     ) -> None:
-        """Update weights, biases of experts, and delayed scales."""
+        """Update weights, expert biases and delayed scales."""
         self._update.step(grads, norm, number)
         if self._config.optimizer.qk_clip:
             self._watch.clip(self._weights, logits)
@@ -199,7 +199,7 @@ class _PlainRun:
 
 
 def _of_indexers(config: Config, noted: Sequence[Tensor]) -> dict[str, float]:
-    """The mean loss of the layers' indexers, if they have one."""
+    """The mean loss of the layers' indexers; None if there are none."""
     model = config.model
     if not model.trains_indexer:
         return {}
@@ -207,7 +207,7 @@ def _of_indexers(config: Config, noted: Sequence[Tensor]) -> dict[str, float]:
 
 
 def _master(config: Config, dtype: torch.dtype) -> Stage:
-    """The plain model that is updated, with its first weights; `dtype`: that of computation."""
+    """The plain model that is updated, with initial weights; `dtype`: that of computation."""
     master = plain_model(config, torch.float32 if dtype.itemsize == 2 else dtype)
     initialise(master, config.training.seed)
     for frozen in (p for p in master.parameters() if not p.requires_grad):

@@ -12,18 +12,19 @@ from fivefold.tell.describe import parallelism
 from fivefold.units import few, several
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}
-"""Largest relative error that rounding explains. 16 bits are compared to one device in them."""
+"""Largest relative error that rounding explains; 16-bit runs are compared with one device in 16
+bits."""
 
 FACTOR = 1.5  # allowed multiple of one device's distance in 16 bits from fp64
 ALONE = 16.0  # the same for one gradient: of few elements, chance decides far more
 FLOORS = {"bf16": 2.0**-9, "fp16": 2.0**-12}
-"""Half a unit in the last place of 16 bits: one device may be closer by chance."""
+"""Half a unit in the last place of 16 bits; one device may have a smaller error by chance."""
 SMALL = 1e-2  # share of the largest, or usual, gradient below which errors are relative to that
 Errors = dict[str, float | None]
 Alone = dict[str, float]
 """Errors of single gradients by stored name."""
 Strange = tuple[str, float, float]
-"""A gradient that is too far off by itself: stored name, error, and that on one device."""
+"""A single gradient with too large an error: stored name, error, and error on one device."""
 SCALARS = ("loss", "further", "norm", "evaluation")
 
 
@@ -260,8 +261,8 @@ def joint_errors(differences: Collection[Difference]) -> Errors:
 def errors_alone(differences: Collection[Difference]) -> Alone:
     """Relative error of each gradient, in its worst step, over all of its elements.
 
-    One that is much smaller than others, as a gradient that is zero up to rounding, is compared to
-    a share of what its elements would be on average over all gradients.
+    Gradients much smaller than others, such as those that are zero up to rounding, are compared
+    with a share of the average over all gradients.
     """
     found: defaultdict[int, defaultdict[str, list[Difference]]]
     found = defaultdict(lambda: defaultdict(list))
@@ -284,8 +285,8 @@ def errors_alone(differences: Collection[Difference]) -> Alone:
 def _strange(
     differences: Collection[Difference], alone: Alone | None, floor: float
 ) -> tuple[Strange, ...]:
-    """Gradients that are far further off than on one device, and than `floor`: what all of them
-    together are there, or half a unit in the last place."""
+    """Gradients whose error is far larger than on one device, and than `floor`: the error of all
+    gradients there, or half a unit in the last place."""
     if alone is None:
         return ()
     found = []
@@ -306,7 +307,8 @@ def _elements(difference: Difference) -> int:
 
 
 def _kinds(differences: Iterable[Difference]) -> list[str]:
-    """The kinds compared: loads only if there are experts, and other numbers if some are told."""
+    """The kinds of differences that are compared: loads only with experts, further numbers only if
+    there are any."""
     told = {difference.what for difference in differences}
     return [what for what in _SHOWN if what in told or what not in ("load", "further")]
 

@@ -29,7 +29,8 @@ from fivefold.verify.shrink import prepare
 
 STEPS = 3
 REPLAYED_STEPS = WARMUP + 2
-"""Steps of which the last one replays a graph with other tokens than it was recorded with."""
+"""Number of steps whose last one replays a graph on other tokens than those it was recorded
+with."""
 CPU = DeviceChoice("cpu", "the default")
 
 
@@ -104,7 +105,7 @@ def verify(
 
 
 def rounded(config: Config, steps: int, exact: Sequence[ReferenceStep]) -> list[ReferenceStep]:
-    """The run on one device in 16 bits, whose routers choose as in the exact one.
+    """A run of one device in 16 bits, whose routers repeat the choices of the exact run.
 
     Raises:
         FivefoldError: its gradients are not finite, which would allow every error.
@@ -125,7 +126,7 @@ def _enough_steps(layout: Layout, steps: int | None) -> int:
     if steps < 1:
         raise ConfigError(f"verification needs at least 1 step, not {steps}")
     if replays and steps < REPLAYED_STEPS:
-        what = f"in {several(steps, 'step')} no graph is replayed with other tokens than its own"
+        what = f"in {several(steps, 'step')} no graph is replayed with new tokens"
         why = f"{WARMUP} steps are launched, the next one is recorded, and those after it replayed"
         raise ConfigError(
             Mistake(what, (why,), (f"--steps {REPLAYED_STEPS}", "--cuda-graph-impl none"))

@@ -81,7 +81,7 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
 
 
 def _with_few_iterations(config: Config, changes: list[str]) -> Config:
-    """A configuration in which Muon does not make rounding as large as what it is of.
+    """A configuration in which Muon's iterations do not magnify rounding to the size of the result.
 
     An iteration multiplies the smallest singular values, among them rounding, by about four.
     """
@@ -98,7 +98,7 @@ def _with_few_iterations(config: Config, changes: list[str]) -> Config:
 
 
 def _with_whole_gradients(config: Config, changes: list[str]) -> Config:
-    """A configuration whose 8-bit operands are the same numbers on one device and in the layout."""
+    """A configuration whose 8-bit operands are the same on one device and in the layout."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     kinds = {"num_query_groups": False, "num_query_groups_local": True}
     heads = {name: model.attention_of(local).num_kv_heads for name, local in kinds.items()}
@@ -113,7 +113,7 @@ def _with_whole_gradients(config: Config, changes: list[str]) -> Config:
 
 
 def _with_whole_blocks(config: Config, changes: list[str]) -> Config:
-    """A configuration whose narrower rows are not cut within blocks of moments in 8 bits."""
+    """A configuration in which no block of 8-bit moments is cut by the narrower rows."""
     parallel = config.parallel
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
     if keeps_blocks(config, tp, etp):
@@ -125,7 +125,7 @@ def _with_whole_blocks(config: Config, changes: list[str]) -> Config:
 
 
 def _with_wide_messages(config: Config, changes: list[str]) -> Config:
-    """A configuration whose gradients travel unrounded, unless everything is compared in bf16."""
+    """A configuration that sends gradients unrounded, unless everything is compared in bf16."""
     precision, wide = config.training.precision, {"grad_reduce_in_bf16": False}
     if precision == "bf16" or not config.parallel.grad_reduce_in_bf16:
         return config
@@ -138,7 +138,7 @@ def _with_wide_messages(config: Config, changes: list[str]) -> Config:
 
 
 def _tell_rounding(config: Config, changes: list[str]) -> None:
-    """Tell how rounding by ZeRO++ is made the same on one device and in the layout."""
+    """Note how ZeRO++'s rounding is made the same on one device and in the layout."""
     parallel = config.parallel
     if parallel.zero_quantized_weights:
         changes.append("weights are gathered as INT8 with a scale for each element, not each block")
@@ -155,14 +155,14 @@ def _experts_in_words(model: ModelConfig) -> str:
 
 
 def _reaches(model: ModelConfig, length: int, before: int) -> dict[str, int | None]:
-    """Windows, chunks, and steps of the temperature, in the same relation to sequences."""
+    """Windows, chunks, and temperature steps, in the same relation to sequences as before."""
     tempered = ("floor_scale",) if model.attn_temperature_tuning else ()
     found = {n: getattr(model, n) for n in ("window_size", "attention_chunk_size", *tempered)}
     return {n: tokens and max(1, tokens * length // before) for n, tokens in found.items()}
 
 
 def _fewer_tokens(layout: Layout, config: Config) -> Config:
-    """Short sequences, and the fewest microbatches in the same relation to the pipeline."""
+    """Short sequences, and the fewest microbatches with the same relation to the pipeline."""
     training, tp = config.training, config.parallel.tensor_model_parallel_size
     cp = config.parallel.context_parallel_size
     slices = config.parallel.num_sequence_slices

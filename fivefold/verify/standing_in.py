@@ -1,9 +1,9 @@
-"""Lets one device stand in for several where results depend on which ranks share what.
+"""Makes one device compute like several ranks where results depend on the layout.
 
-Two rules of experts do: the capacity of an expert, or of a rank that holds experts, is counted per
-sending rank, and global_aux_loss counts the microbatches that all ranks have run so far. So do the
-scales of 8-bit operands, which belong to what a rank multiplies, and those of the blocks in which
-ZeRO++ sends weights and gradients, which belong to what a rank keeps.
+Two rules of experts depend on it: the capacity of an expert, or of a rank that holds experts, is
+counted per sending rank; and global_aux_loss counts the microbatches that all ranks have run so
+far. The scales of 8-bit operands depend on what a rank multiplies, and the blocks of ZeRO++'s
+messages on what a rank holds.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,7 +49,7 @@ def stand_in(model: Stage, config: Config) -> None:
 
 
 def scale_each_element(stage: Stage, training: TrainingConfig) -> None:
-    """Give each element of an 8-bit operand a scale of its own, where layers have such operands.
+    """Give each element of an 8-bit operand its own scale, in layers with such operands.
 
     Elements that share a scale are multiplied on the same rank, so scales depend on how a layout
     cuts a tensor. A block of one element cannot be cut: everything else then is as in training, and
@@ -65,7 +65,7 @@ EACH_WEIGHT = Blocks(WEIGHT_BITS, size=1, powers_of_two=True)
 
 
 def send_each_element(exchanges: Iterable[NodeGather | HierarchicalReduceScatter]) -> None:
-    """Give each weight that ZeRO++ gathers a scale of its own, and send gradients unrounded.
+    """Give each weight that ZeRO++ gathers its own scale, and send gradients unrounded.
 
     The first makes rounding independent of shards. The second cannot be: sums of rounded gradients
     depend on who rounds what. What is sent where, and who adds what up, is as in training.
@@ -78,7 +78,8 @@ def send_each_element(exchanges: Iterable[NodeGather | HierarchicalReduceScatter
 
 
 def round_gathered(model: Stage, config: Config) -> None:
-    """Give a plain model the weights that ranks compute with if ZeRO++ gathers them (qwZ)."""
+    """Give a plain model the rounded weights with which ranks compute if ZeRO++ gathers them
+    (qwZ)."""
     if not config.parallel.zero_quantized_weights:
         return
     whole = grid_of(config.parallel).expert_shards == 1  # which are not gathered

@@ -381,7 +381,7 @@ def test_what_documents_keep_at_home_is_told_but_not_judged(kind: str, tmp_path:
         assert sent.tolerance == 0 and sent.measured == sent.predicted
         return
     assert sent.tolerance is None and sent.measured < sent.predicted
-    assert "told, not judged" in report.text()
+    assert "reported, not judged" in report.text()
     whole = [replace(record, packed=False, any_packed=False) for record in records]
     assert "sent over cp" in audit("", layout, whole, None, None).text().splitlines()[-1]
 

@@ -264,14 +264,25 @@ EIGHT_BIT: dict[str, tuple[int, str, dict[str, Any]]] = {
     "of features, moe_act again": (2, "rowwise", {"etp": 2, **_again("moe_act")}),
     "of blocks, routed_experts again": (1, "blockwise", _again("routed_experts")),
     "exponents": (2, "mxfp8", {"ep": 2, "dispatcher": "flex"}),
+    # Of these 16 experts, some get no row, and keep no scale unless it is that of earlier steps.
+    "one scale, some without rows": (2, "tensorwise", {"ep": 2} | _again("layernorm")),
+    "of earlier steps, some without rows": (1, "delayed", {}),
+    "of blocks, some without rows": (2, "blockwise", {"etp": 2}),
 }
 
 
-@pytest.mark.parametrize("name", chosen(EIGHT_BIT, "of earlier steps, parts", "exponents"))
+@pytest.mark.parametrize(
+    "name",
+    chosen(EIGHT_BIT, "of earlier steps, parts", "exponents", "one scale, some without rows"),
+)
 def test_each_expert_keeps_the_scales_of_its_rows(name: str, tmp_path: Path) -> None:
     world, recipe, values = EIGHT_BIT[name]
     narrow = {"precision": "bf16", "fp8_format": "e4m3", "fp8_recipe": recipe}
-    layout = check(config(replace(SMALL, **ALONE), **named(**narrow, **values)), world)
+    lacks = "without rows" in name
+    many = {"num_experts": 16, **BRANCHED} if lacks else ALONE
+    layout = check(config(replace(SMALL, **many), **named(**narrow, **values)), world)
     records = records_of(layout, 1, tmp_path)
+    rows = [n for r in records for of in r.chosen.first.values() for n in of.experts]
+    assert not lacks or min(rows) == 0
     for record in records:
         assert record.activations == expected_record(layout, record, records).activations

@@ -489,11 +489,11 @@ def test_plan_from_no_run_names_the_folder(
     [
         (
             "--score runs.csv --gpus 8 --top 3",
-            "--score is done instead of planning, and reads nothing of --gpus, --top",
+            "--score runs instead of planning, and ignores --gpus, --top",
         ),
-        ("--score runs.csv --tp 2", "nothing of --tensor-model-parallel-size"),
-        ("--model gpt2 --score runs.csv", "nothing of --model"),
-        ("llama3-8b --calibrate a.toml --json", "nothing of the recipe, --json"),
+        ("--score runs.csv --tp 2", "ignores --tensor-model-parallel-size"),
+        ("--model gpt2 --score runs.csv", "ignores --model"),
+        ("llama3-8b --calibrate a.toml --json", "ignores the recipe, --json"),
         ("llama3-8b --nproc 4", "works: --gpus 4"),
     ],
 )

@@ -56,6 +56,7 @@ BREAKS = (
     *("--save-interval 30 --save-retain-interval 45", "--iterations-to-skip 1000", "--min-lr 1"),
     *("--num-experts 8 --moe-router-topk 9", "--cuda-graph-impl local --hidden-dropout 0.1"),
     *("--optimizer dist_muon --optimizer-cpu-offload", "--rampup-batch-size 3 5 100"),
+    "--sft",  # of what holds no conversations
 )
 
 
@@ -120,7 +121,7 @@ def test_only_a_translation_is_written_over(
         assert main(["translate", str(job), str(recipe)]) == 0
     recipe.write_text("[model]\n")
     assert main(["translate", str(job), str(recipe)]) == 2
-    assert "is there, and no translation" in capsys.readouterr().err
+    assert "exists, and is no translation" in capsys.readouterr().err
     assert main(["translate", str(job), str(tmp_path)]) == 2
     assert f"cannot use {tmp_path}: Is a directory" in capsys.readouterr().err
     os.mkfifo(pipe := tmp_path / "pipe")
@@ -163,3 +164,34 @@ def test_what_idles_there_is_left_out_here(
     out, _ = translated(job, capsys, str(recipe))
     assert "lr_decay_iters, min_lr" in out and "min_lr" not in recipe.read_text()
     assert main(["train", str(recipe), "--nproc", "16", "--dry-run"]) == 0
+
+
+TITAN = """[model]
+name = "llama3"
+flavor = "debugmodel"
+[training]
+local_batch_size = 4
+seq_len = 256
+steps = 10
+[parallelism]
+tensor_parallel_degree = 2
+"""
+
+
+def test_a_job_of_torchtitan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed works when typed: its name is not that of the job itself."""
+    job, recipe = tmp_path / "a.toml", tmp_path / "a-recipe.toml"
+    job.write_text(TITAN)
+    assert main(["translate", str(job)]) == 2
+    assert "--nproc N" in capsys.readouterr().err
+    out, err = translated(job, capsys, "--nproc", "4")
+    assert "fivefold train a-recipe.toml --nproc 4 --dry-run" in err
+    recipe.write_text(out)
+    assert main(["train", str(recipe), "--nproc", "4", "--dry-run"]) == 0
+    capsys.readouterr()
+    changed, _ = translated(job, capsys, "--nproc", "4", "--script-arguments=--training.steps 7")
+    assert tomllib.loads(changed)["training"]["train_iters"] == 7
+    own, _ = translated(job, capsys, "--nproc", "4", "--model", "debug-llama")
+    assert tomllib.loads(own)["model"] != tomllib.loads(out)["model"]
+    assert main(["translate", str(job), "--vocab-size", "7"]) == 2
+    assert "--vocab-size is for jobs that do not say it" in capsys.readouterr().err

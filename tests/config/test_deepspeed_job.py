@@ -264,6 +264,35 @@ def test_what_is_no_file(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"num_train_epochs": 3, "bf16": true}', "num_train_epochs is an argument of the Trainer"),
+        ('{"num-layers": 2, "zero_optimization": {"stage": 1}}', "num-layers is a setting of GPT-"),
+        ('{"model_type": "llama", "num_hidden_layers": 2}', "model_type is of a model of Hugging"),
+        ('{\n"train_batch_size": BATCH\n}', r'line 2 is no JSON\n *"train_batch_size": BATCH'),
+    ],
+)
+def test_files_of_others_are_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_file(text)
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16", "zero_optimization", "optimizer"])
+def test_a_section_without_settings_is_a_mistake(section: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{section} cannot be True: it is a section"):
+        of({section: True})
+
+
+def test_a_mistake_is_told_once_and_older_names_are_read() -> None:
+    with pytest.raises(ConfigError) as refused:
+        of({"zero_optimization": {"stage": [0, 1]}})
+    assert str(refused.value).count("stage cannot be") == 1
+    found = of({"bfloat16": {"enabled": True}, "_comment": "x"})
+    assert found.values["precision"] == "bf16"
+    assert not [line for line in found.lost if "bfloat16" in line or "comment" in line]
+
+
+@pytest.mark.parametrize(
     ("text", "flag"),
     [("torchrun pretrain_gpt.py --num-layers 2", "--model"), ("{}", "--vocab-size")],
 )

@@ -40,6 +40,7 @@ EXPERTS = (
     "--use-precision-aware-optimizer --exp-avg-dtype bf16 --cross-entropy-loss-fusion "
     "--eval-interval 5 --window-size 16,0 --moe-token-dispatcher-type flex "
     "--use-distributed-optimizer --group-query-attention --moe-enable-deepep "
+    "--experimental-attention-variant dsa "
 )
 OTHERS = (
     "--fp16 --train-samples 320 --tensor-model-parallel-size 2 --sequence-parallel "

@@ -448,7 +448,7 @@ def test_a_translated_job_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[
     words = ["train", str(recipe), "--load", str(folder), "--save", str(saved)]
     assert main([*words, "--train-iters", "5"]) == 0
     out = capsys.readouterr()
-    assert "goes on from" in out.out + out.err
+    assert "resumes" in out.out + out.err
     lines = [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [4, 5]
     assert lines[0]["tokens_total"] == (STEP + 1) * SAMPLES * LENGTH

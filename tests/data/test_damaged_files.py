@@ -205,7 +205,7 @@ def test_a_damaged_cache_says_how_to_mend_it(tmp_path):
             if bad is None and path.suffix != ".bin":  # remade, or of a cache without checksums
                 assert prepare(config, 16, 1).train.fingerprint == sound
                 continue
-            with pytest.raises(DataError, match="is made again when it is not there") as error:
+            with pytest.raises(DataError, match="is made again once it is removed") as error:
                 prepare(config, 16, 1)
             *_, attempt = str(error.value).split("\n")
             command, flag, *paths = attempt.removeprefix("  try:   ").split()

@@ -251,6 +251,7 @@ def test_settings_become_numbers() -> None:
         8192,
         2,
         1,
+        delayed_scales=True,
         tensor_parallel=8,
         sequence_parallel=True,
         others=False,

@@ -189,6 +189,20 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "data_parallel_sharding_strategy": "optim_grads_params",
         },
     ),
+    # What is gathered beside a layer was taken to be as large as beside the last one.
+    "first layer in bf16": (
+        "llama3-8b",
+        {
+            "num_layers": 3,
+            "fp8_format": "e4m3",
+            "fp8_recipe": "tensorwise",
+            "fp8_param_gather": True,
+            "first_last_layers_bf16": True,
+            "num_layers_at_start_in_bf16": 1,
+            "num_layers_at_end_in_bf16": 0,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+        },
+    ),
     # Gradients of experts were made one by one and then stacked.
     "experts in 8 bits": ("mixtral-8x7b", {"fp8_format": "e4m3", "fp8_recipe": "rowwise"}),
     # Experts have replicas where other layers are split by tensor parallelism.
@@ -233,6 +247,20 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "num_layers": 4,
             "seq_length": 4096,
             "global_batch_size": 2,
+            "recompute_granularity": "full",
+        },
+    ),
+    # A layer's states run again beside the message of the gradients of its own experts.
+    "states behind experts": (
+        "kimi-linear-48b-a3b",
+        {
+            "moe_layer_freq": "[0,1]",
+            "linear_attention_freq": "[0,1]",
+            "num_experts": 32,
+            "expert_model_parallel_size": 2,
+            "seq_length": 1024,
+            "global_batch_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
             "recompute_granularity": "full",
         },
     ),

@@ -44,6 +44,25 @@ def test_one_that_is_killed_is_one_message(tmp_path: Path) -> None:
     ]
 
 
+def rehearse_and_interrupt_the_fork(what: Any) -> None:
+    pressed: list[None] = []
+
+    def press() -> None:
+        if not pressed:
+            pressed.append(None)
+            os.killpg(0, signal.SIGINT)
+
+    os.register_at_fork(after_in_parent=press)
+    rehearse(what)
+
+
+def test_an_interrupt_while_they_are_forked_is_not_swallowed(tmp_path: Path) -> None:
+    """Python ignores, and prints, what is raised in its own hooks of a fork."""
+    process = Program(rehearse_and_interrupt_the_fork, wait, cwd=tmp_path, own_session=True)
+    _, errors = process.communicate(60)
+    assert (process.returncode, errors) == (130, "")
+
+
 @pytest.mark.parametrize("how", ["terminal", "scheduler", "killed"])
 def test_they_end_with_the_command_in_silence(how: str, tmp_path: Path) -> None:
     process = Program(rehearse, wait, cwd=tmp_path, own_session=True)

@@ -65,12 +65,17 @@ def statement(draw: Random, depth: int) -> str:
         return draw.choice(simple)
     inner = [script(draw, depth - 1) for _ in range(3)]
     test = draw.choice(CONDITIONS)
+    leave = draw.choice(("break", "continue", "launch on"))
+    further = draw.choice((leave, "break 2", "continue 2"))
     compound = (
         f"if {test}; then\n{inner[0]}\nelif {draw.choice(CONDITIONS)}\nthen\n{inner[1]}\n"
         f"else\n{inner[2]}\nfi",
         f"{test} && {{ {inner[0]}\n}} || launch else",
         f"case {word(draw)} in\n  a*|7) {inner[0]};;\n  *) {inner[1]} ;;\nesac",
         f"for V in {words}; do\n{inner[0]}\ndone",
+        f"for V in {words}; do\n{inner[0]}\n{test} && {leave}\n{inner[1]}\ndone",
+        f"for X in 1 2; do\nfor V in {words}; do\n{test} && {further}\nlaunch $V\ndone\n"
+        f"launch $X\n{draw.choice(CONDITIONS)} && {leave}\nlaunch $X again\ndone",
         f"for ((W = 0; W < 3; W++)); do\n{inner[0]}\n((W > 4)) && W=9\ndone",
         f"f() {{\n{inner[0]}\nlaunch $# $1\n}}\nf {words}",
         f"cat > /dev/null << END\nlaunch {words}\nEND\n{inner[0]}",
@@ -147,6 +152,22 @@ def test_a_script_that_is_sourced_is_read(tmp_path: Path) -> None:
     assert [readable(each) for each in found.commands[-1]][-2:] == ["12", "$RANK"]
 
 
+@pytest.mark.parametrize(
+    "waits",
+    [
+        "while true; do S=$(squeue -j 1); sleep 3; done",
+        "until curl -s localhost:80; do sleep 1; done",
+        'while true; do case "$(sacct)" in DONE) exit 0;; *) sleep 9;; esac; done',
+        "N=0\nwhile ! ready; do N=$((N + 1)); if [ $N -gt 5 ]; then break; fi; done",
+    ],
+)
+def test_what_waits_for_others_is_waited_for_once(waits: str) -> None:
+    """Where a turn of a loop changes nothing, no later one of a script that is only read does."""
+    assert [*filter(lambda words: words[0] == "launch", read(f"{waits}\nlaunch a").commands)] == [
+        ["launch", "a"]
+    ]
+
+
 def test_a_job_in_a_document_is_found() -> None:
     found = read("N=3\nsbatch <<EOF\n#SBATCH -N 2\nlaunch $N \\$M\nEOF\n").commands
     assert [[readable(each) for each in words] for words in found] == [["launch", "3", "$M"]]
@@ -159,7 +180,7 @@ def test_a_job_in_a_document_is_found() -> None:
         ("launch 'a", "' of line 1 has no end"),
         ("A=$((1 / 0))", "divides by 0"),
         ("A=$((1 +))", "no sum of whole numbers"),
-        ("while true; do A=1; done", "more than"),
+        ("while true; do A+=1; done", "more than"),
         ("f() { f; }\nf", "calls itself"),
         ("fi", "does not expect 'fi'"),
         ("launch )", "does not expect"),

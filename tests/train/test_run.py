@@ -433,6 +433,21 @@ def test_a_finished_run_has_nothing_left_to_do(
     assert snapshot(damaged.parent) == before
 
 
+def test_a_run_that_was_killed_as_it_ended_leaves_nothing_once_it_is_started_again(
+    cache: Path, damaged: Path
+) -> None:
+    before = snapshot(damaged.parent)
+    script = "import os, sys, signal\nfrom pathlib import Path\n"
+    script += "from fivefold.train.folder.lock import claim\nlock = claim(Path(sys.argv[1]))\n"
+    script += "lock.begin()\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    subprocess.run([sys.executable, "-c", script, str(damaged)], check=False)
+    removed = damaged / "checkpoints" / "step-00000003-0123abcd.tmp"  # as it made way for another
+    shutil.copytree(damaged / "checkpoints" / "step-00000006", removed)
+    assert snapshot(damaged.parent) != before and (damaged / "run.lock").exists()
+    assert main(command(cache, damaged, "--nproc", "1")[3:]) == 0
+    assert snapshot(damaged.parent) == before
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -73,7 +73,7 @@ def test_weights_are_given_the_tokens_that_they_know(
     words += ["--seq-length", "32", "--global-batch-size", "1", "--lr-decay-iters", "9"]
     words = [word for word in words if kind == "run" or word != "--finetune"]
     assert main([*words, "--train-iters", "1"]) == 0
-    told = f"text becomes tokens by {there / 'tokenizer.json'}, which the weights know"
+    told = f"text is tokenised by {there / 'tokenizer.json'}, which came with the weights"
     assert told in capfd.readouterr().out
     known = (finished / "tokenizer.json").read_bytes()
     assert (run / "tokenizer.json").read_bytes() == known

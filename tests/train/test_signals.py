@@ -81,3 +81,23 @@ def test_who_holds_something_leaves_by_an_exception(signum):
         os.kill(os.getpid(), signum)
     assert leaving.value.code == 128 + signum
     assert signal.getsignal(signum) == before
+
+
+def test_ctrl_c_delivered_twice_interrupts_no_cleaning_up_and_a_later_one_does():
+    cleaned = []
+
+    def clean_up():
+        os.kill(os.getpid(), signal.SIGINT)
+        cleaned.append("after the same press")
+        time.sleep(SAME_PRESS_SECONDS)
+        os.kill(os.getpid(), signal.SIGINT)
+        cleaned.append("after another one")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), leaving_in_order():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            clean_up()
+    assert cleaned == ["after the same press"]
+    assert signal.getsignal(signal.SIGINT) == before

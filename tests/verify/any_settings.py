@@ -1,6 +1,6 @@
 """Settings drawn at random until `check` agrees: what nobody thought of together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -147,13 +147,17 @@ CHOICES = dict(_choices())
 assert set(SOME) | LEFT_OUT <= set(SETTINGS)
 
 
-def draw(random: Random, layout_of: Callable[[dict[str, Any]], Layout]) -> dict[str, Any]:
+def draw(
+    random: Random,
+    layout_of: Callable[[dict[str, Any]], Layout],
+    among: Sequence[str] = sorted(CHOICES),
+) -> dict[str, Any]:
     """Some 4 to 14 settings that go together: each draw is of one to three of them, and stays if
     `layout_of` raises no ConfigError."""
     drawn: dict[str, Any] = {}
     wanted = random.randint(4, 14)
     for _ in range(20 * wanted):
-        names = random.sample(sorted(CHOICES), random.choice((1, 1, 2, 3)))
+        names = random.sample(among, random.choice((1, 1, 2, 3)))
         more = drawn | {name: random.choice(CHOICES[name]) for name in names}
         try:
             layout_of(more)

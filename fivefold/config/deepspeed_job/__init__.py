@@ -1,1 +1,1 @@
-"""Jobs of DeepSpeed: their file of settings, and what it is here."""
+"""Reads DeepSpeed's settings file and translates it into settings."""

@@ -1,4 +1,4 @@
-"""Settings of DeepSpeed that change neither what is computed nor what is sent here."""
+"""Settings of DeepSpeed that change neither results nor communication here."""
 
 # What is logged, and where.
 _TOLD = """
@@ -9,9 +9,9 @@ _TOLD = """
 _RUN = """
     disable_python_gc zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio checkpoint
     nebula autotuning dataloader_drop_last check_overflow managed_gradient_accumulation
-    vocabulary_size optimizer.legacy_fusion optimizer.params.torch_adam optimizer.params.fused
-    optimizer.params.ns_method scheduler.params.warmup_type bf16.immediate_grad_update
-    bf16.check_grad_overflow
+    _comment fp16.auto_cast vocabulary_size optimizer.legacy_fusion optimizer.params.torch_adam
+    optimizer.params.fused optimizer.params.ns_method scheduler.params.warmup_type
+    bf16.immediate_grad_update bf16.check_grad_overflow
 """
 # How what is sent is cut and scaled: sums are plain sums here, and weights are cut by heads.
 _MESSAGES = """
@@ -43,5 +43,5 @@ _PATHS = (
 
 
 def is_harmless(path: str) -> bool:
-    """Whether a setting, of any value, changes nothing here."""
+    """Whether a setting changes nothing here, whatever its value."""
     return path.startswith(_PATHS)

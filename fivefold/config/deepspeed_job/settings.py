@@ -1,4 +1,6 @@
-"""The settings that a file for DeepSpeed is here.
+"""Translates DeepSpeed's settings. || Settings without a counterpart are named, never dropped
+silently. The model and the training loop, which are code in DeepSpeed, come from elsewhere: the
+model from its name; the rest is reported.
 
 What a job has and Fivefold has not is named, never left out without a word. What is code there, the
 model and the loop that trains it, comes from elsewhere: the model from its name, the rest is told.
@@ -10,9 +12,10 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.config.deepspeed_job.file import DeepSpeedJob, Left
+from fivefold.config.deepspeed_job.file import DeepSpeedJob
 from fivefold.config.deepspeed_job.harmless import is_harmless
 from fivefold.config.deepspeed_job.rates import of_rates
+from fivefold.config.job_settings import Left
 from fivefold.config.sharding import SHARDING
 from fivefold.config.translation import Named, Translation, fitting
 from fivefold.errors import shown
@@ -85,7 +88,8 @@ def _of_degrees(job: DeepSpeedJob) -> Iterator[tuple[str, int]]:
 
 
 def _of_batches(job: DeepSpeedJob, split: int, ranks: int | None) -> Iterator[tuple[str, int]]:
-    """Of the batch, its microbatches and their number two say the third, with the ranks.
+    """The batch, the microbatch and the number of microbatches: two of them give the third, with
+    the ranks.
 
     What of the ranks is left then are stages of a pipeline, which are code.
     """
@@ -127,7 +131,7 @@ def _of_batches(job: DeepSpeedJob, split: int, ranks: int | None) -> Iterator[tu
 
 
 def _of_formats(job: DeepSpeedJob, lost: list[str]) -> Named:
-    """In how many bits it computes, adds up and sends."""
+    """The number of bits in which it computes, accumulates and sends."""
     wide = {name for name in ("bf16", "fp16") if job.flag(f"{name}.enabled")}
     if len(wide) > 1:
         job.mistakes.add("bf16 and fp16 are both enabled")
@@ -192,7 +196,7 @@ def _of_sharding(job: DeepSpeedJob, split: int, ranks: int | None, lost: list[st
 
 
 def _of_offloading(job: DeepSpeedJob, lost: list[str]) -> Named:
-    """States and weights in host memory or on a disk, where they can be moved here, too."""
+    """States and weights in host memory or on a disk, if they can be moved here, too."""
     stage = job.number(f"{_ZERO}.stage", 0)
     of_state = {
         "DeepSpeed moves none without ZeRO": not stage,
@@ -218,8 +222,8 @@ def _of_offloading(job: DeepSpeedJob, lost: list[str]) -> Named:
 def _offloaded(
     job: DeepSpeedJob, what: str, older: str, stays: Mapping[str, bool], lost: list[str]
 ) -> dict[str, Any]:
-    """Settings that move the state of an optimizer, or weights; none if one of the reasons to stay
-    holds, which is told."""
+    """Settings that move an optimizer's state, or weights; none if a reason not to holds, which is
+    reported."""
     path = f"{_ZERO}.offload_{what}"
     device = job.word(f"{path}.device") or ("cpu" if job.flag(f"{_ZERO}.{older}") else "none")
     if device not in ("none", "cpu", "nvme"):
@@ -236,7 +240,7 @@ def _offloaded(
 
 
 def _of_the_rest(job: DeepSpeedJob, lost: list[str]) -> Named:
-    """What goes with degrees; recomputation, clipping and reports."""
+    """Settings that go with degrees; recomputation, clipping and reports."""
     if job.flag("tensor_parallel.tp_overlap_comm"):
         lost.append("tensor_parallel.tp_overlap_comm: --tp-comm-overlap, with --sequence-parallel")
     if job.number("sequence_parallel_size", 1) > 1:
@@ -256,7 +260,7 @@ def _of_the_rest(job: DeepSpeedJob, lost: list[str]) -> Named:
 
 
 def _without_counterpart(unread: Sequence[Left]) -> Iterator[str]:
-    """A sentence for each section of a file."""
+    """A sentence for each section of the file that has no counterpart."""
     for section, found in groupby(unread, key=lambda left: left.path.partition(".")[0]):
         said = [f"{left.path.removeprefix(f'{section}.')} = {shown(left.value)}" for left in found]
         what = ", ".join(said) if said[0].startswith(section) else f"{section} ({', '.join(said)})"

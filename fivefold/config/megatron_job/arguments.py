@@ -3,15 +3,31 @@
 import argparse
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 from fivefold.config.foreign import foreign
 from fivefold.config.megatron_job.command import NO_JOB, Around, Launch, launch_of, ranks_of
-from fivefold.config.megatron_job.relatives import in_release, in_samples, is_tokens, of_later
+from fivefold.config.megatron_job.described import Described
+from fivefold.config.megatron_job.loongforge import (
+    describe,
+    is_of_loongforge,
+    overrides,
+    own_arguments,
+)
+from fivefold.config.megatron_job.mindspeed import of_mindspeed
+from fivefold.config.megatron_job.relatives import (
+    grouped,
+    in_release,
+    in_samples,
+    is_tokens,
+    of_later,
+)
 from fivefold.config.megatron_job.release import Argument, known
 from fivefold.config.settings import flag_of, name_of_flag
 from fivefold.config.translation import Named
@@ -43,7 +59,8 @@ class MegatronJob:
         unknown: flags that the release does not have, with their values.
         ranks: number of ranks; None: not known.
         vocabulary: tokens of the tokenizer, where a log tells; None: not known.
-        notes: sentences about what only the caller of a script knows.
+        notes: sentences about what only the caller of a script knows, or a model's file says.
+        settings: settings here that no argument of the release says.
     """
 
     given: Mapping[str, Any]
@@ -51,6 +68,7 @@ class MegatronJob:
     ranks: int | None = None
     vocabulary: int | None = None
     notes: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     _read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -103,7 +121,7 @@ def read_job(text: str, around: Around = _NOWHERE) -> MegatronJob:
     """
     if _FIRST.search(text):
         return _from_log(text)
-    return _from_command(launch_of(text, known().flags, around))
+    return _from_command(launch_of(text, known().flags, around), around.folder)
 
 
 def job_of(arguments: Mapping[str, Any]) -> MegatronJob:
@@ -174,14 +192,12 @@ def _parser() -> _MegatronParser:
     return parser
 
 
-def _from_command(launch: Launch) -> MegatronJob:
-    found, rest = _parser().parse_known_args(in_release(launch.arguments))
-    given, unknown = vars(found), list[str]()
-    for word in rest:
-        if word.startswith("--"):
-            unknown.append(word)
-        elif unknown:
-            unknown[-1] += f" {word}"
+def _from_command(launch: Launch, folder: Path | None) -> MegatronJob:
+    by_file = is_of_loongforge(launch.launcher, launch.arguments)
+    words, changed = overrides(launch.arguments) if by_file else ([*launch.arguments], {})
+    words = in_release(words)
+    found, rest = _parser().parse_known_args(words)
+    given, unknown = vars(found), list(_unknown(words))
     if not given:
         raise ConfigError(NO_JOB)
     dashed = {flag.split()[0]: flag_of(name_of_flag(flag)) for flag in unknown}
@@ -193,10 +209,36 @@ def _from_command(launch: Launch) -> MegatronJob:
     later = of_later(unknown)
     left = [flag for flag in unknown if not (counted and is_tokens(flag))]
     left = [flag for flag in left if name_of_flag(flag.split()[0]) not in later]
+    job = Described({**given, **counted, **later}, left)
+    if by_file:
+        describe(job, changed, launch.launcher[-1] if launch.launcher else "", folder)
+    of_mindspeed(job)
+    own_arguments(job)
+    job.mistakes.raise_if_any()
+    notes = (*job.notes, *_notes(launch), *_strays(rest, unknown))
     ranks = ranks_of(launch.launcher)
-    return MegatronJob(
-        {**given, **counted, **later}, tuple(left), ranks, notes=tuple(_notes(launch))
-    )
+    return MegatronJob(job.given, tuple(job.unknown), ranks, job.vocabulary, notes, job.settings)
+
+
+def _unknown(words: Sequence[str]) -> Iterator[str]:
+    """Flags that the release does not have, with the words that follow them."""
+    flags = known().flags
+    for flag, values in grouped(words):
+        if flag and flag not in flags:
+            yield " ".join((flag, *values))
+
+
+def _strays(rest: Sequence[str], unknown: Sequence[str]) -> Iterator[str]:
+    """Words that follow neither an argument that takes them nor a flag that is not known."""
+    told = Counter(word for flag in unknown for word in flag.split())
+    over: list[str] = []
+    for word in (word for each in rest for word in each.split() if not word.startswith("--")):
+        if told[word] > 0:
+            told[word] -= 1
+        else:
+            over.append(word)
+    if over:
+        yield f"words that belong to no argument: {' '.join(over)[:100]}"
 
 
 def _notes(launch: Launch) -> Iterator[str]:

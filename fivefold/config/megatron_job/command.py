@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +10,7 @@ from types import MappingProxyType
 import yaml
 
 from fivefold.config.foreign import foreign
-from fivefold.config.megatron_job.relatives import is_pretraining
+from fivefold.config.megatron_job.relatives import is_pretraining, release_flag
 from fivefold.config.megatron_job.release import Argument
 from fivefold.errors import ConfigError, Mistake
 from fivefold.shell.script import ShellScript
@@ -90,18 +90,13 @@ def launch_of(text: str, flags: Mapping[str, Argument], around: Around) -> Launc
     if _MODEL_ARGS.search(text):
         text = _as_script(text, flags)
     elif not _OPEN.search(text):
-        words = _words(text)
-        return Launch(*_cut(words, flags))
-    script = ShellScript(
-        _slurm(text) | dict(around.environment),
-        around.arguments,
-        around.folder,
-        lambda words: _starts(words, flags),
-    )
-    script.run(text)
+        launcher, arguments = _cut(_words(text), flags)
+        if not is_pretraining(launcher):
+            raise _no_training(launcher)
+        return Launch(launcher, arguments)
+    script = script_of(text, around, lambda words: _starts(words, flags))
     launcher, arguments = _chosen(script.commands, flags)
-    if any(word.startswith("#SBATCH") for word in text.splitlines()):
-        launcher = (*_tasks(text), *launcher)
+    launcher = (*tasks_of(text), *launcher)
     notes = [dollar(note) for note in script.notes]
     if launcher == ("pretrain_gpt.py",):  # a file of MODEL_ARGS does not say it
         notes.append("its program, read as pretrain_gpt.py")
@@ -109,10 +104,28 @@ def launch_of(text: str, flags: Mapping[str, Argument], around: Around) -> Launc
     return _without_open(launcher, arguments, flags, tuple(notes))
 
 
+def script_of(text: str, around: Around, launches: Callable[[Sequence[str]], bool]) -> ShellScript:
+    """A script, read as bash would run it where Slurm gives it what its own lines ask for.
+
+    Args:
+        text: the script.
+        around: what it finds.
+        launches: whether the words of a command are what is looked for.
+
+    Raises:
+        ConfigError: bash would not read it.
+    """
+    environment = _slurm(text) | dict(around.environment)
+    script = ShellScript(environment, around.arguments, around.folder, launches)
+    script.run(text)
+    return script
+
+
 def _words(text: str) -> list[str]:
     """The words of a command, of several lines that end with backslashes, and with comments."""
+    text = text.rstrip().removesuffix("\\").replace("\\\n", " ")
     try:
-        return shlex.split(text.replace("\\\n", " "), comments=True)
+        return shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"this is no command that a shell reads: {error}") from None
 
@@ -145,7 +158,7 @@ def _flag(name: str, value: object, flags: Mapping[str, Argument]) -> Iterator[s
 
 
 def _slurm(text: str) -> dict[str, str]:
-    asked = " ".join(_tasks(text)) + " "
+    asked = " ".join(tasks_of(text)) + " "
     return {
         name: found[1]
         for pattern, names in _SLURM.items()
@@ -154,7 +167,7 @@ def _slurm(text: str) -> dict[str, str]:
     }
 
 
-def _tasks(text: str) -> list[str]:
+def tasks_of(text: str) -> list[str]:
     """The options that a job gives Slurm in lines of its own."""
     lines = re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE)
     return [word for line in lines for word in line.split()]
@@ -185,12 +198,14 @@ def _chosen(
         started = ", ".join(readable(launcher[-1]) for launcher in distinct.values() if launcher)
         what = f"the script starts {len(distinct)} jobs: {started[:200]}"
         raise ConfigError(Mistake(what, works=("a script that starts one of them",)))
-    if found:
-        raise ConfigError(
-            f"the job runs {readable(found[0][0][-1])}; what is translated is a training by "
-            "pretrain_gpt.py, or by a program with its arguments and its model"
-        )
-    raise ConfigError(NO_JOB)
+    raise _no_training(found[0][0]) if found else ConfigError(NO_JOB)
+
+
+def _no_training(launcher: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"the job runs {readable(launcher[-1])}; what is translated is a training by "
+        "pretrain_gpt.py, or by a program with its arguments and its model"
+    )
 
 
 def _cut(
@@ -217,7 +232,7 @@ def _without_open(
     for word in words:
         before, flag = flag, word.partition("=")[0] if word.startswith("--") else flag
         missing = tuple(unknown_names(word))
-        argument = flags.get(flag)
+        argument = flags.get(release_flag(flag))
         follows = bool(kept) and kept[-1] == flag and (argument is None or argument.is_valued)
         if not missing:
             kept.append(word)
@@ -234,7 +249,7 @@ def _without_open(
     if needed:
         raise _needed(needed, notes)
     for place in reversed(range(len(kept))):
-        argument = flags.get(kept[place])
+        argument = flags.get(release_flag(kept[place]))
         empty = place + 1 == len(kept) or kept[place + 1].startswith("--")
         if empty and argument and argument.is_valued and _is_file(argument):
             left_open[argument.name] = "nothing"

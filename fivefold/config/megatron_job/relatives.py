@@ -1,7 +1,8 @@
 """Flags of older releases of Megatron-LM, and of what grew from it, in flags of the release.
 
 Sources: `megatron/arguments.py` of Megatron-LM's releases 1 to 3, and of the Megatron-DeepSpeed of
-DeepSpeed and of BigScience, and of bigcode's Megatron-LM.
+DeepSpeed and of BigScience, and of bigcode's Megatron-LM; `loongforge/train/arguments.py`, and
+`mindspeed_llm`.
 """
 
 import re
@@ -13,12 +14,15 @@ from fivefold.errors import Mistakes
 
 _FULL = ("--recompute-granularity", "full")
 _GROUPS = ("--group-query-attention",)
+_HUGGING_FACE = ("--tokenizer-type", "HuggingFaceTokenizer")
 _RENAMED: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
     {
         "--activations-checkpoint-method": ("--recompute-method", _FULL),
         "--activations-checkpoint-num-layers": ("--recompute-num-layers", ()),
         "--checkpoint-num-layers": ("--recompute-num-layers", ()),
         "--ds-sequence-parallel-size": ("--context-parallel-size", ("--cp-comm-type", "a2a")),
+        "--hf-tokenizer-path": ("--tokenizer-model", _HUGGING_FACE),
+        "--tokenizer-name-or-path": ("--tokenizer-model", _HUGGING_FACE),
         "--layernorm-epsilon": ("--norm-epsilon", ()),
         "--num-key-value-heads": ("--num-query-groups", _GROUPS),
         "--pad-vocab-size-to": ("--padded-vocab-size", ()),
@@ -40,6 +44,12 @@ _SAID: Mapping[tuple[str, str], tuple[str, ...]] = MappingProxyType(
         ("--normalization", "layernorm"): ("--normalization", "LayerNorm"),
         ("--normalization", "rmsnorm"): ("--normalization", "RMSNorm"),
         ("--position-embedding-type", "rotary"): ("--position-embedding-type", "rope"),
+        ("--moe-token-dispatcher-type", "alltoall_seq"): (
+            "--moe-token-dispatcher-type",
+            "alltoall",
+        ),
+        ("--tokenizer-type", "HFTokenizer"): _HUGGING_FACE,
+        ("--tokenizer-type", "PretrainedFromHF"): _HUGGING_FACE,
         ("--zero-stage", "0"): (),
         ("--zero-stage", "1"): ("--use-distributed-optimizer",),
         ("--zero-stage", "2"): (
@@ -85,6 +95,11 @@ def is_pretraining(launcher: Sequence[str]) -> bool:
     return not _NO_PRETRAINING.search(named)
 
 
+def release_flag(flag: str) -> str:
+    """The release's flag for one of a relative's, or the same."""
+    return _RENAMED[flag][0] if flag in _RENAMED else flag
+
+
 def in_release(words: Sequence[str]) -> list[str]:
     """Words with flags of relatives as the release has them.
 
@@ -95,7 +110,7 @@ def in_release(words: Sequence[str]) -> list[str]:
     implied: list[str] = []
     found: list[str] = []
     further: list[str] = []
-    for flag, values in _grouped(words):
+    for flag, values in grouped(words):
         value = " ".join(values)
         if (said := _SAID.get((flag, value))) is not None:
             implied += said
@@ -116,12 +131,12 @@ def in_release(words: Sequence[str]) -> list[str]:
             mistakes.add(f"{flag} {value}".rstrip() + ": no model here has that")
         elif said is None:
             found += (flag, *values) if flag else values
-    if "--deepspeed" in words and dict(_grouped(words)).get("--num-experts", ["1"]) != ["1"]:
+    if "--deepspeed" in words and dict(grouped(words)).get("--num-experts", ["1"]) != ["1"]:
         mistakes.add("--num-experts with --deepspeed: DeepSpeed's experts, which no model here has")
     elif "--deepspeed" in words:
         found = [
             word
-            for flag, values in _grouped(found)
+            for flag, values in grouped(found)
             if flag != "--num-experts"
             for word in ((flag, *values) if flag else values)
         ]
@@ -129,7 +144,7 @@ def in_release(words: Sequence[str]) -> list[str]:
     return [*implied, *found, *further]
 
 
-def _grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Flags with the values that follow them."""
     flag, values = "", list[str]()
     for word in words:
@@ -146,7 +161,7 @@ def _grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 def _gated(words: Sequence[str]) -> Sequence[str]:
     """BigScience's gates do not make the layer narrower, as Megatron-LM's do."""
-    hidden = dict(_grouped(words)).get("--hidden-size", [""])[0]
+    hidden = dict(grouped(words)).get("--hidden-size", [""])[0]
     wide = ("--ffn-hidden-size", str(4 * int(hidden))) if hidden.isdecimal() else ()
     return ("--swiglu", *(() if "--ffn-hidden-size" in words else wide))
 

@@ -52,6 +52,7 @@ def translate(job: MegatronJob, vocabulary: int | None = None) -> Translation:
         *of_training(job, mistakes, lost),
         *of_optimizer(job, lost),
         *of_data(job, lost),
+        *job.settings.items(),
     )
     values = fitting(named, mistakes)
     job.mention(*_DERIVED.split())
@@ -80,6 +81,8 @@ _SWITCHES: tuple[tuple[str, str], ...] = (
     ("optimizer_offload_", "optimizer_cpu_offload"),
     ("profile_", "profile"),
     ("fim_", "fim_data"),
+    *((name, "fp16") for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window")),
+    *((name, "fp16") for name in ("loss_scale", "hysteresis")),
 )
 """Beginnings of names of arguments that mean something with another one only."""
 
@@ -93,6 +96,7 @@ def _waits(job: MegatronJob, name: str) -> bool:
     """Whether an argument means nothing in this job."""
     narrow = bool(job["fp8"] or job["fp4"])
     of = {
+        "dsa_": job["experimental_attention_variant"] == "dsa",
         "muon_": job["optimizer"] in ("muon", "dist_muon"),
         "lr_wsd_": job["lr_decay_style"] == "WSD",
         "first_last_layers_bf16": narrow,

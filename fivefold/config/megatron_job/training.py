@@ -252,7 +252,10 @@ def of_optimizer(job: MegatronJob, lost: list[str]) -> Named:
 
 def of_data(job: MegatronJob, lost: list[str]) -> Named:
     """Corpora, tokenizer, masks, and folders that are the user's to name."""
-    yield from job.same("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "sft")
+    yield from job.same("reset_position_ids", "reset_attention_mask", "sft")
+    if not job["sft"]:  # which has a loss on answers, and on the ends of these
+        yield from job.same("eod_mask_loss")
+    job.mention("eod_mask_loss")
     yield from job.same("data_cache_path")
     if job["mock_data"]:
         yield "data_path", [MOCK]

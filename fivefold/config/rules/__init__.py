@@ -1,1 +1,1 @@
-"""Rules of settings: their values, what they depend on, and what goes together."""
+"""Rules of settings: allowed values, dependences and combinations."""

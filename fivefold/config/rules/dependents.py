@@ -1,4 +1,4 @@
-"""Which settings mean something only where another one gives them something to act on."""
+"""Settings that have an effect only together with another setting."""
 
 from fivefold.config.config import SECTION_SETTINGS
 from fivefold.config.rules.model_dependents import OF_MODELS
@@ -6,7 +6,7 @@ from fivefold.config.rules.orphan import Dependents, where
 from fivefold.config.training import OF_MUON, SCALE_BY_TRIAL
 
 _LAYS_STAGES = "pipeline_model_parallel_size != 1 or pipeline_schedule != auto"
-"""Several stages on a rank can be useful, also with a schedule on a single rank."""
+"""Several stages on one rank can be useful, even with a schedule on a single rank."""
 _SHARES_STAGES = (
     "data_parallel_shard_size != 1 or num_distributed_optimizer_instances != 1 or "
     "context_parallel_size != 1 or tensor_model_parallel_size != 1"
@@ -262,22 +262,22 @@ DEPENDENTS = (
     ),
     *OF_MODELS,
     where(
-        "full_validation", "data_path != mock", "reads each sample once, of which mock has no last"
+        "full_validation", "data_path != mock", "reads each sample once, and mock data never ends"
     ),
     where("valid_data_path sft", "data_path != mock", "is for text", refused=False),
-    where("tokenizer_vocab_size", "tokenizer_model = none", "is of a tokenizer to train"),
+    where("tokenizer_vocab_size", "tokenizer_model = none", "is for training a tokenizer"),
     where("fim_data", "data_path != mock", "rearranges text", refused=False),
-    where("fim_data", "sft = false", "rearranges documents, of which conversations are none"),
+    where("fim_data", "sft = false", "rearranges documents, not conversations"),
     where(
         "fim_rate fim_spm_rate fim_split_sample fim_no_prefix "
         "fim_prefix_token fim_middle_token fim_suffix_token",
         "fim_data = true",
-        "is of documents that are rearranged",
+        "is for rearranged documents (infilling)",
     ),
     where(
         "fim_fragment_rate",
         "fim_split_sample != none",
-        "is of documents that have parts",
+        "is for documents that have parts",
     ),
     where(
         "load_adapter ckpt_step finetune moe_use_upcycling",
@@ -316,7 +316,7 @@ DEPENDENTS = (
     where(
         "decoupled_min_lr",
         "decoupled_lr != none",
-        "is the end of a learning rate of their own, of the embedding and the output layer",
+        "is the lowest learning rate of embedding and output layer, if they have their own",
         "--decoupled-lr 1e-3",
     ),
     where(

@@ -1,4 +1,4 @@
-"""What goes together of the settings of routers."""
+"""Checks which settings of routers can be combined."""
 
 from fivefold.config.experts import AUX_LOSSES, ExpertsConfig
 from fivefold.config.model import ModelConfig
@@ -48,7 +48,7 @@ def check_routing(experts: ExpertsConfig, model: ModelConfig, mistakes: Mistakes
 
 
 def check_branch_norms(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Report what models do not have whose branches of a mixture have norms of their own."""
+    """Report features that models with norms in each branch of a mixture cannot have."""
     off = "--no-moe-branch-norms"
     if not model.shared_ffn_size:
         mistakes.add(

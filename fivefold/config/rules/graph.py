@@ -1,4 +1,4 @@
-"""What a step must be so that it can be recorded as a CUDA graph and replayed; torch-free."""
+"""Checks that a step can be recorded as a CUDA graph and replayed; torch-free."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ _MOVES = (
 
 
 def check_step_graph(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Report what differs from step to step in more than the tokens, or needs the host within one.
+    """Report anything but tokens that differs from step to step, or needs the host within one.
 
     Args:
         config: the configuration.
@@ -46,7 +46,7 @@ def check_graph_device(config: Config, device_type: str, *, shared: bool) -> Non
         return
     mistakes = Mistakes()
     if device_type != "cuda":
-        what = f"{NAME} records what a GPU is given to do, and the device is {device_type}"
+        what = f"{NAME} records the work of a GPU, and the device is {device_type}"
         mistakes.add(what, works=[OFF])
     if shared:
         what = f"{NAME}: ranks that share a GPU send through the host, which a graph cannot"
@@ -55,7 +55,7 @@ def check_graph_device(config: Config, device_type: str, *, shared: bool) -> Non
 
 
 def _of_the_model(config: Config) -> Iterator[tuple[str, list[str]]]:
-    """What the model asks of every step anew, and the flags without which it does not."""
+    """What the model needs the host for in every step, and the flags that avoid it."""
     model = config.model
     if model.has_linear_layers:
         yield (
@@ -93,7 +93,7 @@ def _of_the_model(config: Config) -> Iterator[tuple[str, list[str]]]:
 
 
 def _of_the_run(config: Config, parallel: ParallelConfig) -> Iterator[tuple[str, list[str]]]:
-    """What of the run reaches into the recorded part, and the flags without which it does not."""
+    """What of the run reaches into the recorded part, and the flags that avoid it."""
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     if pp > 1:
         yield (

@@ -1,4 +1,4 @@
-"""What adapters (LoRA) need of the rest of a configuration."""
+"""Checks adapters (LoRA) against the rest of a configuration."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -47,7 +47,7 @@ _OF_VARIANT: Mapping[str, tuple[LoraTarget, ...]] = MappingProxyType(
 def linear_names(model: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers of a model that may have adapters.
 
-    The experts of a mixture, which are one parameter, and routers have none.
+    Routers have no adapters, nor have a mixture's experts, which are one parameter.
     """
     names = ["q_proj", "k_proj", "v_proj", "o_proj"]
     if model.multi_latent_attention:
@@ -61,7 +61,7 @@ def linear_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def check_adapted_run(config: Config, mistakes: Mistakes) -> None:
-    """Report settings that training adapters alone does not go with."""
+    """Report settings that cannot be combined with training adapters only."""
     if config.model.lora_rank is None:
         return
     parallel, training = config.parallel, config.training

@@ -46,7 +46,7 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
 
 
 def _check_named(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -> None:
-    """Add modules and tensors that the model does not have, or that nothing moves."""
+    """Add modules and tensors that the model does not have, or that nothing would move."""
     named: dict[str, tuple[str, ...]] = {}
     if memory.recompute_granularity == "selective":
         named["recompute_modules"] = memory.recompute_modules
@@ -69,7 +69,7 @@ def _check_named(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
 
 
 def _check_numbers(memory: MemoryConfig, mistakes: Mistakes) -> None:
-    """Numbers of layers that cannot be, or that are those of stages where none are meant."""
+    """Add impossible numbers of layers, and numbers per stage where none are expected."""
     numbers, some = memory.recompute_num_layers, memory.recomputes_first_layers
     shown = " ".join(map(str, numbers))
     if not numbers or min(numbers) < 0:
@@ -113,7 +113,7 @@ def _check_moved(
     tensors: tuple[str, ...],
     mistakes: Mistakes,
 ) -> None:
-    """Add what would be offloaded and is not kept, or is still in use."""
+    """Add tensors that would be offloaded although they are not saved, or are still in use."""
     full = memory.recompute_granularity == "full"
     lost = (*moved, *(tensor for tensor in tensors if tensor != "layer_input"))
     if full and lost:
@@ -163,7 +163,7 @@ def _check_twice(memory: MemoryConfig, moved: tuple[str, ...], mistakes: Mistake
 
 
 def _check_dispatched(moved: tuple[str, ...], again: tuple[str, ...], mistakes: Mistakes) -> None:
-    """Add what leaves nothing of dispatched tokens to be offloaded."""
+    """Add settings that leave no dispatched tokens to offload."""
     off = "--offload-tensors none"
     if "expert_fc1" in moved:
         mistakes.add(

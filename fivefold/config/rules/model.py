@@ -63,7 +63,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_ends(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check that some layers keep bf16, and others are left."""
+    """Check that some layers keep bf16, and that others remain."""
     first, last = model.num_layers_at_start_in_bf16, model.num_layers_at_end_in_bf16
     layers, names = model.num_layers, IN_BF16[1:]
     if not model.first_last_layers_bf16 or min(first, last) < 0:
@@ -85,7 +85,7 @@ def _check_ends(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_reach(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check what limits attention of layers with RoPE, and how their heads are normalised."""
+    """Check what limits the attention of layers with RoPE, and how their heads are normalised."""
     if model.attention_chunk_size is not None and model.window_size is not None:
         mistakes.add(
             f"attention_chunk_size {model.attention_chunk_size} and window_size "

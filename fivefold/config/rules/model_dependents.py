@@ -1,4 +1,4 @@
-"""Which settings of a model mean something only beside another one."""
+"""Settings of a model that have an effect only together with another one."""
 
 from fivefold.config.by_layer import (
     OF_CONVOLUTIONS,
@@ -37,7 +37,7 @@ OF_MODELS = (
         ("moe_router_norm_epsilon",),
         "moe_router_score_function",
         lambda c: c.model.moe_router_score_function == "sigmoid" and c.model.moe_router_topk > 1,
-        "is of sigmoid scores, of which several are divided by their sum",
+        "is for several sigmoid scores that are divided by their sum",
         ("--moe-router-score-function sigmoid --moe-router-topk 2",),
     ),
     where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
@@ -84,13 +84,13 @@ OF_MODELS = (
     where(
         "attn_temperature_tuning",
         "no_rope_freq != none or attn_temperature_rotated = true",
-        "is of layers without RoPE, or of those with it",
+        "is for layers without RoPE, or for those with it",
         "--no-rope-freq 4",
     ),
     where(
         "attn_temperature_rotated attn_scale floor_scale",
         "attn_temperature_tuning = true",
-        "says where and how sharp attention gets",
+        "says where attention is sharpened, and how much",
     ),
     where(
         "qk_layernorm_type qk_layernorm_after_rope",
@@ -133,26 +133,26 @@ OF_MODELS = (
     where(
         " ".join(OF_WINDOWS),
         "window_attn_skip_freq != none",
-        "is of layers that have a window, where others have none",
+        "is for layers with a window, where others have none",
         "--window-size 128 --window-attn-skip-freq 2",
     ),
     where(
         "rotary_base_local",
         "window_size != none",
-        "is of layers that have a window",
+        "is for layers with a window",
         "--window-size 128",
     ),
     where(
         "mtp_hybrid_override_pattern",
         "mtp_num_layers != 0",
-        "is for the layers of further predictions",
+        "is for the layers of multi-token prediction",
         "--mtp-num-layers 1",
     ),
     Dependents(
         ("mtp_use_repeated_layer",),
         "mtp_num_layers",
         lambda c: c.model.mtp_num_layers > 1,
-        "is for several further predictions",
+        "is for multi-token prediction of several tokens",
         ("--mtp-num-layers 2",),
     ),
     where(
@@ -169,7 +169,7 @@ OF_MODELS = (
     where(
         "mtp_loss_scaling_factor",
         "mtp_num_layers != 0",
-        "weighs the loss of further predictions",
+        "weighs the loss of multi-token prediction",
         "--mtp-num-layers 1",
     ),
 )

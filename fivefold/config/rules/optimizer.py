@@ -1,4 +1,5 @@
-"""What Muon does not go with, and of which attention no logits are known or clipped."""
+"""Checks what Muon cannot be combined with, and where attention logits cannot be measured or
+clipped."""
 
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ _NORMS = ("qk_layernorm", "qk_l2_norm")
 
 
 def check_optimizer(config: Config, mistakes: Mistakes) -> None:
-    """Report settings of AdamW's state that Muon's does not have, and logits that are not known."""
+    """Report AdamW settings that Muon lacks, and logits that cannot be measured or clipped."""
     if config.optimizer.optimizer == "muon":
         _check_muon(config, mistakes)
     for name in ("qk_clip", "log_max_attention_logit"):
@@ -41,13 +42,13 @@ def _check_muon(config: Config, mistakes: Mistakes) -> None:
 
 
 def _unknown(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Why the logits of the model's attention are not known, and what helps."""
+    """Why the attention logits of the model cannot be measured, and what helps."""
     model = config.model
     if not any(map(model.is_softmax, range(model.num_layers))):
         yield "no layer has attention with a softmax, whose logits it is of", ()
     if model.is_sparse:
         what = (
-            "experimental_attention_variant dsa does not tell the logits of the tokens it chooses"
+            "experimental_attention_variant dsa does not report the logits of the tokens it chooses"
         )
         yield what, ()
     if model.attn_logit_softcapping is not None:
@@ -56,7 +57,7 @@ def _unknown(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _unclipped(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Why the weights of queries and keys cannot be scaled to some effect, and what helps."""
+    """Why scaling the weights of queries and keys would have no effect, and what helps."""
     model = config.model
     for name in _NORMS:
         if getattr(model, name) and not model.multi_latent_attention:

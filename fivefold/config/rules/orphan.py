@@ -1,4 +1,5 @@
-"""A setting that means something only beside another one, and one that is left without effect."""
+"""A setting that has an effect only together with another one, and one that is left without
+effect."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Dependents:
 
 
 def where(names: str, condition: str, why: str, *add: str, refused: bool = True) -> Dependents:
-    """Settings that have an effect where others have a value, or where they have not.
+    """Settings that have an effect where other settings have, or do not have, a value.
 
     Args:
         names: the settings.
@@ -50,7 +51,8 @@ def where(names: str, condition: str, why: str, *add: str, refused: bool = True)
 
 
 def _test(on: str, sign: str, text: str) -> Callable[[Config], bool]:
-    """Whether a setting has a value, or has not: a layout search asks it often."""
+    """A test whether a setting has, or does not have, a value; fast, since a layout search asks
+    often."""
     value, wanted = _value(on, text), sign == "="
     of = attrgetter(f"{SECTION_OF[on]}.{on}")
     return lambda config: (of(config) == value) is wanted

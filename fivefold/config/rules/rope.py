@@ -1,4 +1,4 @@
-"""Validation of rotary positions: of settings that stretch them, and of layers without any."""
+"""Checks settings of rotary positions: those that stretch them, and layers without any."""
 
 from fivefold.config.layer_pattern import layers_of
 from fivefold.config.model import ModelConfig
@@ -77,7 +77,7 @@ def check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_proportional(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check that some frequencies of whole heads turn, and others do not."""
+    """Check that some frequencies of whole heads turn and others do not."""
     if model.multi_latent_attention or model.rotary_percent == 1.0:
         what = "multi_latent_attention" if model.multi_latent_attention else "rotary_percent 1.0"
         mistakes.add(
@@ -95,7 +95,7 @@ def _check_proportional(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_longrope(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check that each pair of features has its factors, and that there is one of attention."""
+    """Check that each pair of features has its factors, and attention has one."""
     pairs = model.rotary_dim // 2
     for name in ("longrope_short_factor", "longrope_long_factor"):
         if (given := len(getattr(model, name))) != pairs:
@@ -111,7 +111,7 @@ def _check_longrope(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_interpolation(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check that there are positions to divide, and that nothing else stretches them."""
+    """Check that there are positions to divide, and that no other setting stretches them."""
     off = "--rotary-seq-len-interpolation-factor none"
     if model.position_embedding_type != "rope":
         what = "rotary_seq_len_interpolation_factor needs position_embedding_type rope"

@@ -1,4 +1,4 @@
-"""Validation of attention to the tokens that an indexer chooses (dsa)."""
+"""Checks attention to the tokens that an indexer chooses (dsa)."""
 
 from fivefold.config.by_layer import OF_INDEXER, OF_ITS_LOSS
 from fivefold.config.config import SETTINGS
@@ -14,14 +14,14 @@ V32_SIZES = {
     "dsa_indexer_head_dim": 128,
     "dsa_indexer_topk": 2048,
 }
-"""Those of DeepSeek-V3.2's indexer, which advice names."""
+"""Sizes of DeepSeek-V3.2's indexer, which the advice names."""
 TO_HAVE_IT = " ".join(
     (
         f"--multi-latent-attention {flag_of(_VARIANT)} dsa",
         *(f"{flag_of(name)} {size}" for name, size in V32_SIZES.items()),
     )
 )
-"""Flags with which a model has it."""
+"""Flags that give a model an indexer."""
 _LACKING = (
     ("window_size", "a window"),
     ("attention_chunk_size", "chunks"),
@@ -33,12 +33,12 @@ _LACKING = (
 
 
 def check_sparse(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Report what is wrong with an indexer, and what attention to its tokens lacks."""
+    """Report what is wrong with an indexer, and what attention to chosen tokens cannot do."""
     if not model.is_sparse:
         return
     off = without_it(model)
     if not model.multi_latent_attention:
-        what = f"{_DSA} is of multi_latent_attention, from whose latents its indexer makes queries"
+        what = f"{_DSA} needs multi_latent_attention: its indexer makes queries from the latents"
         hybrid = model.hybrid_override_pattern is not None
         mistakes.add(what, works=(off,) if hybrid else ("--multi-latent-attention", off))
     missing = [name for name in OF_INDEXER if getattr(model, name) is None]
@@ -70,7 +70,7 @@ def check_sparse(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def check_sparse_ranks(model: ModelConfig, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Report kinds of context parallelism that it does not go with."""
+    """Report kinds of context parallelism that dsa cannot be combined with."""
     cp, kinds = parallel.context_parallel_size, dict.fromkeys(parallel.cp_comm_type)
     others = [kind for kind in kinds if kind != "all_gather"]
     if model.is_sparse and cp > 1 and others:
@@ -83,7 +83,7 @@ def check_sparse_ranks(model: ModelConfig, parallel: ParallelConfig, mistakes: M
 
 
 def without_it(model: ModelConfig) -> str:
-    """Flags with which a model attends to all tokens."""
+    """Flags that make a model attend to all tokens."""
     changed = (n for n in (*OF_INDEXER, *OF_ITS_LOSS) if getattr(model, n) != SETTINGS[n].default)
     settings = [SETTINGS[name] for name in (_VARIANT, *changed)]
     return " ".join(setting.typed(setting.default) for setting in settings)

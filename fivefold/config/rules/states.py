@@ -1,4 +1,4 @@
-"""Validation of layers that keep a state, and of layers that have one mixer each."""
+"""Checks layers that keep a state, and layers with one mixer each."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -79,7 +79,7 @@ def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_kimi(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check what Kimi Delta Attention has not."""
+    """Check for features that Kimi Delta Attention lacks."""
     if not model.fades_features:
         return
     name = "experimental_attention_variant kimi_delta_attention"
@@ -94,7 +94,7 @@ def _check_kimi(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_further(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check of which layers a further prediction consists.
+    """Check the layers of which a multi-token prediction consists.
 
     Raises:
         ConfigError: its pattern has letters that are no layers.
@@ -155,7 +155,7 @@ def _check_hybrid(model: ModelConfig, pattern: str, mistakes: Mistakes) -> None:
 
 
 def _check_mamba_heads(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check that heads of Mamba-2 are whole, and that equally many are in each group."""
+    """Check that Mamba-2's heads are whole, and that each group has equally many."""
     inner, size = 2 * model.hidden_size, model.mamba_head_dim
     if model.mamba_num_heads is None and inner % size:
         mistakes.add(

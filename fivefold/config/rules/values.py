@@ -15,7 +15,7 @@ _OF_THE_RATE = {
 
 
 def check_ranges(section: str, values: Any, mistakes: Mistakes) -> set[str]:
-    """Collect settings of a section that are out of their range; their names."""
+    """Collect settings of a section that are out of range; return their names."""
     found = set()
     for setting in _RANGES[section]:
         if wrong := setting.beyond(getattr(values, setting.name)):
@@ -31,9 +31,9 @@ _RANGES = {
 
 
 def check_values(config: Config, mistakes: Mistakes) -> None:
-    """Collect settings that are out of their range, and pairs that contradict each other.
+    """Collect settings that are out of range, and pairs that contradict each other.
 
-    Of the model `check_model` tells.
+    The model is left to `check_model`.
     """
     out_of_range = set[str]()
     for section, values in config.sections():
@@ -49,7 +49,7 @@ def check_values(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_retained(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
-    """Collect what keeps checkpoints from being at the multiples that are to stay."""
+    """Collect reasons why there are no checkpoints at the multiples that are to stay."""
     retain, every = checkpoint.save_retain_interval, checkpoint.save_interval
     if retain is None or (every and retain % every == 0):
         return
@@ -65,7 +65,7 @@ def _check_retained(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
 
 
 def _check_ramp(training: TrainingConfig, mistakes: Mistakes) -> None:
-    """Collect what is wrong with a batch that grows, by itself."""
+    """Collect what is wrong with a growing batch in itself."""
     ramp, full, off = training.rampup_batch_size, training.global_batch_size, "--rampup-batch-size"
     if not ramp:
         return
@@ -143,7 +143,7 @@ def _check_rate(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_growing_decay(optimizer: OptimizerConfig, mistakes: Mistakes) -> None:
-    """Collect mistakes of a weight decay that grows."""
+    """Collect mistakes of a growing weight decay."""
     style, ends = optimizer.weight_decay_incr_style, ("start_weight_decay", "end_weight_decay")
     first, last = (getattr(optimizer, name) for name in ends)
     if style == "constant":

@@ -1,4 +1,4 @@
-"""Attention to chosen tokens that reads the latents of these alone.
+"""Attention to chosen tokens that reads only the latents of these.
 
 DeepSeek-V2 (2024) absorbs the up-projections of latent attention: a score q W_k c is (q W_k) c, so
 that a query of any head reads latents, which all heads share, and the weighted sum of values is W_v
@@ -28,7 +28,7 @@ from fivefold.model.attention.sparse import (
 
 @dataclass(frozen=True)
 class Read:
-    """What attention reads.
+    """Inputs of attention.
 
     Attributes:
         q_BSND: queries, rotary features last.
@@ -114,21 +114,21 @@ class _Up:
         self.keys, self.values = weight.tensor_split([read.unrotated], dim=1)
 
     def absorbed(self, q_BqND: Tensor) -> Tensor:
-        """Queries of latents, [B, q, N, C + R]."""
+        """Queries of latents, [B, q, N, C + R] (with the up-projection absorbed)."""
         plain, rotated = q_BqND.tensor_split([self.keys.shape[1]], dim=-1)
         return torch.cat((torch.einsum("bqnd,ndc->bqnc", plain, self.keys), rotated), dim=-1)
 
     def of_absorbed(self, grad: Tensor) -> Tensor:
-        """The gradient of queries from that of `absorbed`."""
+        """The gradient of queries, given that of `absorbed`."""
         latent, rotated = grad.tensor_split([self.keys.shape[2]], dim=-1)
         return torch.cat((torch.einsum("bqnc,ndc->bqnd", latent, self.keys), rotated), dim=-1)
 
     def of_sums(self, x_BqNC: Tensor) -> Tensor:
-        """Sums of values, [B, q, N, V], from those of latents."""
+        """Sums of values, [B, q, N, V], from sums of latents."""
         return torch.einsum("bqnc,nvc->bqnv", x_BqNC, self.values)
 
     def to_sums(self, grad_BqNV: Tensor) -> Tensor:
-        """The gradient of sums of latents from that of sums of values."""
+        """The gradient of sums of latents, given that of sums of values."""
         return torch.einsum("bqnv,nvc->bqnc", grad_BqNV, self.values)
 
 
@@ -144,7 +144,7 @@ def _steps(read: Read, up: _Up, rule: Choosing, view: View, scale: float) -> Ite
 
 
 class _Some:
-    """Some queries, how they chose, and the latents of the tokens that each has chosen.
+    """Some queries, their choices, and the latents of their chosen tokens.
 
     Attributes:
         rows, keys: where the queries are, and the tokens that they chose among.
@@ -171,7 +171,7 @@ class _Some:
         self.latents = taken(read.latent_BLC[:, self.keys], self.places).to(wide)
 
     def scores(self) -> Tensor:
-        """[B, q, N, K], minus infinity behind the last token that is chosen."""
+        """[B, q, N, K] scores; minus infinity where no token is chosen."""
         scores = self.absorbed @ self.latents.transpose(2, 3)
         return scores.masked_fill_(~self._there[:, :, None], float("-inf"))
 
@@ -180,12 +180,12 @@ class _Some:
         return p_BqNK @ self.latents[..., : self._latent]
 
     def of_chosen(self, scores_BqL: Tensor) -> Tensor:
-        """Scores of the chosen tokens alone, [B, q, K]."""
+        """The indexer's scores of chosen tokens, [B, q, K]."""
         return scores_BqL.gather(-1, self.places).masked_fill_(~self._there, float("-inf"))
 
 
 class _Sums:
-    """Gradients, to which each step adds its own."""
+    """Accumulated gradients."""
 
     def __init__(self, read: Read, up: _Up, scale: float) -> None:
         self._read, self._up, self._scale, wide = read, up, scale, up.keys.dtype
@@ -200,7 +200,7 @@ class _Sums:
         )
 
     def add_heads(self, some: _Some, p: Tensor, grad: Tensor, delta: Tensor) -> None:
-        """Add what attention passes on.
+        """Add gradients from attention.
 
         Args:
             some: the queries.
@@ -221,21 +221,21 @@ class _Sums:
         self._dq[:, some.rows] = up.of_absorbed(of_absorbed).to(self._dq.dtype)
 
     def add_index(self, some: _Some, grads: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Add gradients of the indexer's queries, of its keys of chosen tokens, and of weights."""
+        """Add gradients of the indexer's queries, its keys of chosen tokens, and its weights."""
         of_q, of_keys, of_w = self._of_index
         dq, dk, dw = grads
         of_q[:, some.rows], of_w[:, some.rows] = dq.to(of_q.dtype), dw.to(of_w.dtype)
         put(of_keys, some.keys, some.places, dk)
 
     def gradients(self) -> tuple[Tensor, ...]:
-        """All of them, as `gradients` says."""
+        """All gradients, in the order of `gradients`."""
         weight = torch.cat((self._of_keys, self._of_values), dim=1).flatten(0, 1)
         weight = weight.to(self._read.weight_FC.dtype)
         return self._dq, self._of_latents, weight, *self._of_index
 
 
 def places(chosen_BqL: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Where a row has its chosen tokens, in ascending order, and how many of `count` there are.
+    """Places of each query's chosen tokens in ascending order, and which of the `count` exist.
 
     Found by counting, so that the host need not know how many.
 
@@ -257,6 +257,6 @@ def taken(x_BLF: Tensor, places_BqK: Tensor) -> Tensor:
 
 
 def put(total_BLF: Tensor, keys: slice, places_BqK: Tensor, grad_BqKF: Tensor) -> None:
-    """Add gradients of what `taken` took of the tokens `keys`."""
+    """Add gradients of what `taken` read from the tokens `keys`."""
     rows = torch.arange(len(total_BLF), device=total_BLF.device)[:, None, None]
     total_BLF.index_put_((rows, places_BqK + keys.start), grad_BqKF, accumulate=True)

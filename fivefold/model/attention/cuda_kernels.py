@@ -23,8 +23,8 @@ PLANNED = 128
 """cuDNN takes blocks whose lengths are multiples of this, since it plans for each new shape."""
 
 MOST_FEATURES, MOST_BYTES = 256, 1024
-"""Features of a head that a tile of our own kernel holds at most, and their bytes: with 16 rows,
-the fewest that GPUs multiply, twice as many would need 130 KiB, of which some GPUs have 99."""
+"""Most features of a head in a tile of our own kernel, and their bytes. Twice as many would need
+130 KiB with 16 rows, the fewest that GPUs multiply; some GPUs have 99."""
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -138,7 +138,7 @@ class CudnnOnCuda:
 
     @property
     def others(self) -> FlashOnCuda:
-        """What takes all other blocks."""
+        """The kernel for all other blocks."""
         return FlashOnCuda(self.scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -270,7 +270,8 @@ class Flex:
 
 @dataclass(frozen=True)
 class OwnOnCuda:
-    """FlashAttention that drops by names, caps scores and notes them, where `runs_own`.
+    """Our FlashAttention with dropout by hash, caps and recorded scores, where `runs_own` allows
+    it.
 
     Attributes:
         drop: dropout of the probabilities between all queries and keys that blocks are of.
@@ -321,7 +322,7 @@ def _token_rows(x: Tensor) -> Tensor:
 
 
 def runs_own(q: Tensor, v: Tensor, drop: HeadDropout | None) -> bool:
-    """Whether our own kernel attends to queries [.., D] and values like these, and drops."""
+    """Whether our own kernel supports queries [.., D] and values like these, with dropout."""
     features = max(q.shape[-1], v.shape[-1])
     fits = features <= MOST_FEATURES and features * q.itemsize <= MOST_BYTES
     if not (fits and (drop is None or drop.fused) and runs_triton(q)):

@@ -114,7 +114,8 @@ def in_one_call(
 
 
 def _special(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> bool:
-    """Whether PyTorch's fused attention lacks what is asked for, apart from documents."""
+    """Whether the request has features that PyTorch's fused attention lacks, apart from
+    documents."""
     limited = scope.window is not None and scope.window + 1 < k_BLGD.shape[1]
     ours = not scope.scores.by_any_kernel
     return limited or ours or scope.sinks is not None or v_BLGD.shape[3] != q_BSND.shape[3]
@@ -123,7 +124,7 @@ def _special(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> bo
 def _packed_kernel(
     q_BSND: Tensor, v_BSGD: Tensor, scope: Scope, drop: HeadDropout | None, special: bool
 ) -> PackedKernel | None:
-    """What takes the documents and all else that is asked of whole rows in one call.
+    """The kernel that handles the documents of whole rows, and all other features, in one call.
 
     None: nothing does, or PyTorch's fused attention does. `special`: as by `_special`.
     """
@@ -183,7 +184,7 @@ Up = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class LatentKernel(Protocol):
-    """Attention that computes keys and values from latents where they are needed."""
+    """Attention that computes keys and values from latents on the rank that needs them."""
 
     def __call__(
         self,
@@ -261,9 +262,10 @@ class AttentionBlock(LayerBlock):
         return Scope(documents, self.reach.window, share, sinks, self.scores)
 
     def clipped(self, share_N: Tensor, alpha: float) -> dict[str, Tensor]:
-        """Factors of the rows of whole weights, by linear layer, for logits of a share of theirs.
+        """QK-clip: factors for rows of whole weights by linear layer, so that logits shrink to a
+        share.
 
-        QK-clip as in Megatron-LM: what a weight of queries has not of the share, keys have.
+        As in Megatron-LM, queries' weights get a power of the share, keys' weights the rest.
 
         Args:
             share_N: what each query head of the model is to keep of its logits.
@@ -272,13 +274,13 @@ class AttentionBlock(LayerBlock):
         raise NotImplementedError
 
     def _tempered(self, q_BSND: Tensor, context: Context) -> Tensor:
-        """Queries, by factors of their positions where the layer has some."""
+        """Queries, multiplied by factors of their positions if the layer has any."""
         if not self.tempers or context.temperature is None:
             return q_BSND
         return (q_BSND * context.temperature).to(q_BSND.dtype)
 
     def head_dropout(self, dropout: Dropout) -> HeadDropout | None:
-        """Dropout of the probabilities of this rank's heads; None: the model has none."""
+        """Dropout of this rank's attention probabilities; None: the model has none."""
         p, all_heads = self.model.attention_dropout, self.model.num_attention_heads
         return dropout.heads(p, self.site, self.head_offset, all_heads) if p else None
 
@@ -290,7 +292,7 @@ NormTogether = Callable[[RMSNorm, RMSNorm, Tensor, Tensor], tuple[Tensor, Tensor
 def plain_together(
     q_norm: RMSNorm, k_norm: RMSNorm, q_TF: Tensor, k_TF: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Both norms; replaced where ranks split the heads."""
+    """Both norms; replaced if ranks split the heads."""
     return q_norm(q_TF), k_norm(k_TF)
 
 
@@ -327,7 +329,7 @@ class Attention(AttentionBlock):
                     linear.use(slice(head * D, (head + 1) * D))
 
     def clipped(self, share_N: Tensor, alpha: float) -> dict[str, Tensor]:
-        """See `AttentionBlock`; heads that share a key keep the least that one of them may."""
+        """See `AttentionBlock`; heads that share a key use the smallest share among them."""
         D, each = self.model.query_dim, self.model.query_outputs // self.model.num_attention_heads
         share_Gn = share_N.view(self.model.num_kv_heads, -1)
         least_G = share_Gn.amin(1)
@@ -379,7 +381,7 @@ class Attention(AttentionBlock):
         return self.project_back(out_TF, self.o_proj, drops)
 
     def _normed_each(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Heads as they are, where the model does not normalise each by itself."""
+        """Heads, each normalised by itself if the model does so."""
         if self.q_norm is None or self.k_norm is None or self.model.norms_together:
             return q_BSND, k_BSGD
         return self.q_norm(q_BSND), self.k_norm(k_BSGD)

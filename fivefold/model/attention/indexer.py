@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek Sparse Attention: which tokens are worth a query's attention.
+"""The lightning indexer of DeepSeek Sparse Attention: scores which tokens a query should attend to.
 
 A few small heads whose queries come from attention's query latent, and one key of each token; the
 score of a key is the sum of the heads' positive products, each times a weight that the token of the
@@ -20,7 +20,7 @@ from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.norms import LayerNorm, key_norm
 
 Choice = Callable[["Indexer", Context, Tensor, SomeQueries], Tensor]
-"""Chooses among some queries' keys, whose scores [B, q, L] it is given: bool of their shape."""
+"""Chooses keys for some queries, given their scores [B, q, L]: bool of their shape."""
 
 
 class Indexer(LayerBlock):
@@ -49,15 +49,15 @@ class Indexer(LayerBlock):
         self.choice: Choice | None = None
 
     def number(self, context: Context) -> int:
-        """The layer that it decides for: its own, or one that has the same weights."""
+        """The layer that it belongs to, counting layers with shared weights separately."""
         return self.layer + context.shift
 
     def begin_step(self, global_batch_size: int) -> None:
-        """Begin a step of so many rows over all ranks."""
+        """Begin a step of this many rows over all ranks."""
         self.global_batch_size = global_batch_size
 
     def forward(self, x_TH: Tensor, query_TQ: Tensor, context: Context) -> Index:
-        """What it says of the tokens of a microbatch.
+        """The indexer's queries, keys and weights for the tokens of a microbatch.
 
         Args:
             x_TH: hidden states of this rank's tokens.

@@ -50,7 +50,7 @@ class BlockKernel(Protocol):
 def choose_kernel(
     q: Tensor, v: Tensor, drop: PairDropout | None = None, scores: Scores = USUAL
 ) -> BlockKernel:
-    """The fastest kernel that supports these queries and values, drops, and makes these scores.
+    """The fastest kernel that supports these queries and values, dropout and scores.
 
     Args:
         q: queries.
@@ -141,7 +141,7 @@ class Plain:
 
 
 def _rows(block: Block) -> Iterator[tuple[slice, slice]]:
-    """Queries that are taken at once, and the first keys, which hold all that they see."""
+    """Pieces of queries, and how many of the first keys each piece sees."""
     count, every = (stop - start for start, stop in (block.q, block.k))
     for start in range(0, count, ROWS):
         seen = min(start + ROWS, every) if block.kind == Visibility.CAUSAL else every
@@ -178,7 +178,7 @@ class Padded:
 
 
 def padded(x: Tensor, features: int) -> Tensor:
-    """x with zeros up to so many features; itself if it has them."""
+    """`x` padded with zeros to this many features."""
     lacking = features - x.shape[-1]
     return F.pad(x, (0, lacking)) if lacking else x
 

@@ -109,7 +109,7 @@ class LatentAttention(AttentionBlock):
 
     @property
     def _sizes(self) -> list[int]:
-        """C and R."""
+        """Sizes C (key/value latent) and R (rotary key)."""
         return [self.model.kv_lora_rank, self.model.qk_pos_emb_head_dim]
 
     def _heads(self, query: Tensor, latent_TC: Tensor, key_TR: Tensor, context: Context) -> Heads:

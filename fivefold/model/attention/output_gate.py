@@ -1,4 +1,4 @@
-"""Gates of what heads attend to, which the query projection makes beside the queries.
+"""Gates of attention's output, which the query projection computes.
 
 Shapes: T tokens, F features of this rank's query heads, D features of one.
 """
@@ -12,7 +12,7 @@ from fivefold.model.traced import result
 
 
 def split_gate(both_TF: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Queries and gates, [T, F] each, of which a projection makes [T, 2 F] head by head.
+    """Split a projection [T, 2 F], head by head, into queries and gates [T, F].
 
     They are copies, so that neither keeps the other's memory alive.
     """
@@ -27,7 +27,7 @@ def gated_output(x_TF: Tensor, gate_TF: Tensor) -> Tensor:
 
 
 class _GatedOutput(torch.autograd.Function):
-    """Keeps what it reads alone."""
+    """Autograd function that saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scores of attention: what a query and a key have to do with each other, before the softmax."""
+"""Scores of attention, before the softmax."""
 
 from dataclasses import dataclass, field, replace
 
@@ -25,28 +25,28 @@ class Scores:
 
     @property
     def by_any_kernel(self) -> bool:
-        """Whether kernels that show no score make them."""
+        """Whether any kernel can compute these scores: no cap, nothing to record."""
         return self.cap is None and self.largest is None
 
     @property
     def unnoted(self) -> "Scores":
-        """Those of a backward, which makes the same again."""
+        """The same without recording, for a backward, which computes the same scores again."""
         return self if self.largest is None else replace(self, largest=None)
 
     def of_heads(self, first: int, last: int) -> "Scores":
-        """Those of some of the query heads."""
+        """The same for some of the query heads."""
         if self.largest is None:
             return self
         return replace(self, largest=self.largest[first:last])
 
     def note(self, most_BNS: Tensor) -> None:
-        """Note the largest scores of queries."""
+        """Record the largest scores of queries."""
         if self.largest is not None:
             found_N = most_BNS.amax((0, 2)).to(self.largest.dtype)
             torch.maximum(self.largest, found_N, out=self.largest)
 
     def factor(self, features: int) -> float:
-        """What q k^T is multiplied by, for queries of so many features."""
+        """The factor of q k^T for queries with this many features."""
         return features**-0.5 if self.scale is None else self.scale
 
     def of(self, scaled: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Scores:
         return scaled if self.cap is None else capped_(scaled, self.cap)
 
     def through(self, grad: Tensor, scores: Tensor) -> Tensor:
-        """Gradient of the scaled products from that of their scores, which is overwritten."""
+        """Gradient of the scaled products, given that of their scores, which is overwritten."""
         return grad if self.cap is None else grad.mul_(slope(scores, self.cap))
 
 

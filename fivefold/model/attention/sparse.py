@@ -28,7 +28,7 @@ _LEAST = 1e-10
 
 @dataclass(frozen=True)
 class Lesson:
-    """How an indexer is trained.
+    """Settings of an indexer's training.
 
     Attributes:
         weight: of each query's divergence in the loss.
@@ -66,7 +66,8 @@ class Choosing:
     instead: "Callable[[Tensor, SomeQueries], Tensor] | None" = None
 
     def asks(self, count: int) -> bool:
-        """Whether scores are asked which of so many tokens are chosen, of which all may be."""
+        """Whether scores decide the choice among this many tokens, which otherwise are all
+        chosen."""
         return count > self.topk or self.instead is not None
 
     def chosen(self, scores: Tensor, queries: "SomeQueries") -> Tensor:
@@ -77,7 +78,7 @@ class Choosing:
 
 @dataclass(frozen=True)
 class Index:
-    """What an indexer says of the tokens of a microbatch.
+    """An indexer's output for the tokens of a microbatch.
 
     Attributes:
         q_BSID, k_BLD: its queries, and the key of each token that all its heads share; where rows
@@ -135,7 +136,7 @@ class View:
     begins_BL: Tensor | None
 
     def pieces(self, rows: int, numbers: Callable[[int], int]) -> Iterator["SomeQueries"]:
-        """Queries that are taken at once, with all keys that they see.
+        """Pieces of queries that are processed at once, with all keys that they see.
 
         Args:
             rows: B.
@@ -191,7 +192,7 @@ def best(scores: Tensor, count: int) -> Tensor:
 
 
 class IndexScores:
-    """What an indexer thinks of keys for some queries, in at least fp32.
+    """An indexer's scores of keys for some queries, in at least fp32.
 
     Attributes:
         scores: [B, q, L], minus infinity where a query does not see a key.
@@ -209,8 +210,8 @@ class IndexScores:
         self.scores = scores.masked_fill_(~seen, float("-inf"))
 
     def backward_at(self, grad: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, of k at these places [B, q, K, D], and of w, from that of the scores
-        there, [B, q, K]."""
+        """Gradients of q, of k at these places [B, q, K, D], and of w, given the gradient of the
+        scores there, [B, q, K]."""
         kept = self._kept.gather(-1, places[:, :, None].expand(-1, -1, self._w.shape[2], -1))
         dw = (kept @ grad[..., None])[..., 0] * self._scale
         dx = (kept > 0) * grad[:, :, None] * self._w[..., None]
@@ -218,7 +219,7 @@ class IndexScores:
         return dx @ self._k[rows, places], dx.transpose(2, 3) @ self._q, dw
 
     def backward(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and w from that of the scores, 0 where they are masked."""
+        """Gradients of q, k and w, given that of the scores, which is 0 where they are masked."""
         dw = (self._kept @ grad[..., None])[..., 0] * self._scale
         dx = (self._kept > 0) * grad[:, :, None] * self._w[..., None]
         dx = dx.flatten(1, 2)
@@ -227,7 +228,7 @@ class IndexScores:
 
 
 class _Sparse(torch.autograd.Function):
-    """Saves what it reads, its result and its log-sum-exp."""
+    """Autograd function that saves its inputs, its result and its log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -303,8 +304,8 @@ class _Backward:
         self._of_index = [torch.zeros_like(x, dtype=self._wide) for x in tensors[3:]]
 
     def run(self, grad: Tensor, delta: Tensor, lse: Tensor) -> None:
-        """Walk through the queries, given the gradient of the output, its products with it, and the
-        log-sum-exp."""
+        """Process the queries piece by piece, given the gradient of the output, its products with
+        it, and the log-sum-exp."""
         rule, lesson = self._rule, self._rule.lesson
         losses = []
         q, k = self._q, self._k
@@ -348,14 +349,14 @@ class _Backward:
         dk[:, :, keys] += ds.transpose(2, 3) @ self._q[:, :, rows]
 
     def gradients(self) -> Iterator[Tensor]:
-        """Those of all that it read, in its type."""
+        """Gradients of all inputs, in their types."""
         of_heads = (total.transpose(1, 2) for total in self._sums)
         totals = (*of_heads, *self._of_index)
         return (total.to(x.dtype) for total, x in zip(totals, self._tensors, strict=True))
 
 
 def add_each(totals: Sequence[Tensor], grads: Sequence[Tensor], piece: SomeQueries) -> None:
-    """Add gradients of an indexer's queries, keys and weights to those of all."""
+    """Add gradients of some of an indexer's queries, keys and weights to the totals."""
     parts = piece.rows, piece.keys, piece.rows
     for total, grad, part in zip(totals, grads, parts, strict=True):
         total[:, part] += grad
@@ -381,7 +382,7 @@ def taught(p_BqL: Tensor, own_BqL: Tensor, lesson: Lesson) -> tuple[Tensor, Tens
 def scored(
     tensors: Sequence[Tensor], rule: Choosing, piece: SomeQueries, seen: Tensor
 ) -> IndexScores:
-    """What an indexer with these queries, keys and weights thinks of the keys of a piece."""
+    """An indexer's scores of the keys of a piece, from its queries, keys and weights."""
     q, k, w = tensors
     return IndexScores(q[:, piece.rows], k[:, piece.keys], w[:, piece.rows], rule.scale, seen)
 

@@ -87,7 +87,8 @@ class PackedFlash:
 
 @dataclass(frozen=True)
 class PackedOwn:
-    """FlashAttention that drops by names, caps and notes scores, where `cuda_kernels.runs_own`.
+    """Our FlashAttention with dropout by hash, caps and recorded scores, where
+    `cuda_kernels.runs_own` allows it.
 
     Attributes:
         drop: dropout of the probabilities; its ids are those of the T tokens.
@@ -123,7 +124,7 @@ class PackedOwn:
 
 
 def lacking_packed(q_BSND: Tensor, v_BSGD: Tensor) -> str:
-    """Why queries and values like these cannot be attended to in one call; '' if they can."""
+    """Why these queries and values cannot be processed in one call; '' if they can."""
     if v_BSGD.shape[-1] > q_BSND.shape[-1]:
         return f"values must not have more features than queries, {v_BSGD.shape[-1]}"
     return lacking_flash(q_BSND)

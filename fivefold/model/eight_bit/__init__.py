@@ -1,1 +1,1 @@
-"""Linear layers that multiply 8-bit floats, with their scales and kernels' twins."""
+"""Linear layers that multiply 8-bit floats: scales, kernels, and their plain equivalents."""

@@ -106,7 +106,7 @@ class DelayedScaling:
         self._limit = torch.cat(each).to(device) if each else self._seen
 
     def reset(self) -> None:
-        """As before the first step: empty histories, and 1 for every scale."""
+        """Return to the state before the first step: empty histories, and 1 for every scale."""
         self._scale.fill_(1.0)
         self._history.zero_()
 
@@ -118,12 +118,12 @@ class DelayedScaling:
             yield layer, OperandScales(scale.view(shape), seen.view(shape))
 
     def begin(self) -> None:
-        """Begin a step; forget what evaluations and steps that were not taken have seen."""
+        """Begin a step; discard what evaluations and skipped steps have recorded."""
         if self._total:
             self._seen.zero_()
 
     def agree(self, group: dist.ProcessGroup | None) -> None:
-        """Let all ranks know the largest elements of a step, of those that are finite: one message.
+        """Take the maximum over ranks of the largest finite elements of a step, in one message.
 
         An element that is not finite is the largest of all, so that every rank leaves it out.
         """
@@ -136,7 +136,7 @@ class DelayedScaling:
         self._seen.copy_(torch.where(found.isfinite(), found, 0.0))
 
     def update(self) -> None:
-        """Enter the largest elements of a step that was taken, and set the scales of the next.
+        """Add the largest elements of a completed step to the histories, and set the next scales.
 
         A scale whose history has only zeros stays as it is.
         """
@@ -166,12 +166,12 @@ class DelayedScaling:
         return x.tensor_split(self._ends)[: len(self._layers)]
 
     def held(self) -> tuple[Tensor, ...]:
-        """All that it keeps from step to step."""
+        """Everything that it keeps from step to step."""
         return self._scale, self._seen, self._history, self._places, self._limit
 
 
 def _places(layers: Sequence[ScaledLayer], every: Mapping[str, int | None]) -> Tensor:
-    """int64 [S], where in a list of [A] this rank's operands are."""
+    """int64 [S]: indices of this rank's operands in a list of [A]."""
     starts, start = {}, 0
     for name, experts in every.items():
         starts[name] = start

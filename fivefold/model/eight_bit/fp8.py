@@ -1,4 +1,4 @@
-"""Matrices in 8-bit floats with scales, and their products: a kernel's, and its plain twin.
+"""Matrices in 8-bit floats with scales, and their products: by kernels and in plain code.
 
 A recipe says which elements of an operand share a scale. Quantising gives the same bits on every
 device, on a GPU by kernels of ours (`model.kernels.quantise`). What differs is how a product of
@@ -24,7 +24,7 @@ E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 OF_GRADIENTS = MappingProxyType({"hybrid": E5M2, "e4m3": E4M3})
 """The type of gradients, by the value of --fp8-format."""
 TINY = 1e-30
-"""Least largest element that a scale is made for: zeros get a finite scale, too."""
+"""Smallest largest element for which a scale is made, so that zeros get a finite scale."""
 MX = 32
 """Elements of a block of mxfp8."""
 _MULTIPLE = 16  # of which a kernel wants the dims of its operands
@@ -100,7 +100,7 @@ class Scaled:
         return [Scaled(bits, inverse, self.block) for bits, inverse in zip(*parts, strict=True)]
 
     def wide(self, dtype: torch.dtype) -> Tensor:
-        """[M, K] in `dtype`, of at least 32 bits: what the bits stand for."""
+        """[M, K] in `dtype`, of at least 32 bits: the values that the bits represent."""
         scale = self.inverse.to(dtype)
         for dim, (size, each) in enumerate(zip(self.bits.shape, self.block, strict=True)):
             if each is not None and each > 1:
@@ -149,7 +149,7 @@ def quantise(
 
 
 def narrowed_and_largest(x_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Bits of a matrix with a scale that is known, [1, 1] of fp32, and its largest magnitude, as
+    """A matrix in 8 bits by a known scale ([1, 1] in fp32), and its largest magnitude, shaped like
     `scale`."""
     if _by_tiles(x_MK):
         from fivefold.model.kernels import quantise as kernels
@@ -159,14 +159,14 @@ def narrowed_and_largest(x_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> tup
 
 
 def _by_tiles(x_MK: Tensor) -> bool:
-    """Whether kernels of ours quantise it; Triton has the 8-bit types of Ada and later GPUs."""
+    """Whether our kernels quantise it; Triton has the 8-bit types of Ada and later GPUs."""
     if not (x_MK.dtype in _BY_TILES and all(x_MK.shape) and runs_triton(x_MK)):
         return False
     return not x_MK.is_cuda or torch.cuda.get_device_capability(x_MK.device) >= ADA
 
 
 def narrowed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The multiples of an 8-bit type that are nearest to elements times their scales."""
+    """Elements times their scales, rounded to an 8-bit type."""
     limit = torch.finfo(dtype).max
     return (x * scale).clamp_(-limit, limit).to(dtype)
 
@@ -179,7 +179,7 @@ def largest(blocks: Tensor) -> Tensor:
 
 
 def scales(amax: Tensor, dtype: torch.dtype, *, powers_of_two: bool) -> Tensor:
-    """The factor, in fp32, that takes each largest element to the largest number of a type."""
+    """The fp32 factor that maps each largest element to the largest number of a type."""
     scale = over(torch.finfo(dtype).max, amax.clamp(min=TINY))
     if not powers_of_two:
         return scale
@@ -210,7 +210,8 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) ->
 
 
 def has_some_kernel(a: Scaled, b: Scaled) -> bool:
-    """Whether any GPU multiplies such types with such scales: blocks have them for E4M3 alone."""
+    """Whether some GPU multiplies these types with these scales; block scales exist for E4M3
+    only."""
     return a.block[1] is None or a.bits.dtype == b.bits.dtype == E4M3
 
 
@@ -229,7 +230,8 @@ def _has_kernel(a: Scaled, b: Scaled) -> bool:
 
 
 def by_kernel(a: Scaled, b: Scaled, *, fast: bool) -> Tensor:
-    """`multiply` in bf16 by PyTorch's kernel, its operands padded with zeros to what that takes."""
+    """`multiply` in bf16 by PyTorch's kernel, with operands padded with zeros to the sizes that it
+    needs."""
     left, right = _aligned(a), _aligned(b)
     right_scale = _laid_out(right)
     operands = left.bits, right.bits.t(), _laid_out(left)
@@ -324,7 +326,8 @@ _KINDS = {
 
 
 def _aligned(x: Scaled) -> Scaled:
-    """Rows and depth of a multiple of what the kernel takes, the depth contiguous."""
+    """The matrix with rows and depth padded to multiples that the kernel needs, and contiguous
+    depth."""
     each = _MULTIPLE, MX if x.block[1] == MX else _MULTIPLE
     rows, depth = (-size % multiple for size, multiple in zip(x.bits.shape, each, strict=True))
     bits = _by_rows(x.bits)
@@ -337,7 +340,7 @@ def _aligned(x: Scaled) -> Scaled:
 
 
 def _by_rows(bits_MK: Tensor) -> Tensor:
-    """The same, contiguous."""
+    """The same, with contiguous rows."""
     if bits_MK.is_contiguous() or not runs_triton(bits_MK):
         return bits_MK.contiguous()
     from fivefold.model.kernels import quantise as kernels
@@ -346,7 +349,7 @@ def _by_rows(bits_MK: Tensor) -> Tensor:
 
 
 def _laid_out(x: Scaled) -> Tensor:
-    """The scales as cuBLAS wants them: those of the same depth side by side for 1 x 128, columns of
+    """The scales in cuBLAS's layout: scales of one depth contiguous for 1 x 128, columns padded to
     a multiple of 4 for 128 x 128, tiles for 1 x 32."""
     if x.block == (1, 128):
         return x.inverse.t().contiguous().t()

@@ -17,7 +17,7 @@ from fivefold.model.products import Kept, Products
 
 @dataclass(frozen=True)
 class EightBitGroups(Products):
-    """`EightBit` for linear layers with W [E, F, H]: each group of rows with its own, as if alone.
+    """`EightBit` for linear layers with W [E, F, H]: each group of rows is multiplied as if alone.
 
     Where no row shares a scale with another, the rows of all groups are quantised at once for the
     results and for dX, and some GPUs multiply them in one call.
@@ -37,7 +37,8 @@ class EightBitGroups(Products):
         return replace(self, each=self.each.reading_as(first.each))
 
     def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
-        """What `each` takes of the rows of each group, one after the other, or of all at once."""
+        """The inputs of `each` for the rows of each group, one after the other, or of all at
+        once."""
         if self._by_row:
             return self.each.taken(x_TH), tuple(chain(*map(self.each.kept, self._split(x_TH))))
         read = (each.input(x) for each, x in zip(self._every, self._split(x_TH), strict=True))
@@ -45,7 +46,8 @@ class EightBitGroups(Products):
         return tuple(chain(*taken)), tuple(chain(*kept))
 
     def gradient(self, grad_TF: Tensor) -> Kept:
-        """What the products of each group take, one after the other, or of all at once."""
+        """The gradients that the products of each group need, one after the other, or of all at
+        once."""
         if self._by_row:
             return self.each.gradient(grad_TF)
         each = zip(self._every, self._split(grad_TF), strict=True)
@@ -104,7 +106,7 @@ class EightBitGroups(Products):
         return x.tensor_split(self.ends)[: len(self.ends)]
 
     def _groups(self, kept: Kept) -> list[Kept]:
-        """What was kept of all groups, by group."""
+        """The kept inputs, by group."""
         size = len(kept) // len(self.ends)
         return [tuple(kept[at : at + size]) for at in range(0, len(kept), size)]
 

@@ -1,4 +1,4 @@
-"""Which linear layers of a stage multiply 8-bit floats, and how they get to."""
+"""Chooses and installs the 8-bit linear layers of a stage."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,8 @@ def install_eight_bit(stage: Stage, products: EightBit, memory: MemoryConfig) ->
 
 
 def keep_weights(stages: Mapping[int, Stage], config: Config, passes: int) -> StepWeights:
-    """Have the 8-bit linear layers of stages keep their weights where a step reads them again.
+    """Make the 8-bit linear layers of stages keep quantised weights for a step, if it reads them
+    repeatedly.
 
     Args:
         stages: stages whose linear layers multiply in 8 bits, if they do.
@@ -92,7 +93,7 @@ def keep_weights(stages: Mapping[int, Stage], config: Config, passes: int) -> St
 
 
 def products_of(module: nn.Module) -> EightBit | None:
-    """How a linear layer multiplies; None: not in 8 bits."""
+    """The 8-bit products of a linear layer; None: it does not multiply in 8 bits."""
     if isinstance(module, Linear) and isinstance(module.multiply, EightBit):
         return module.multiply
     if isinstance(module, GroupedLinear) and isinstance(module.products, EightBitExperts):
@@ -101,7 +102,8 @@ def products_of(module: nn.Module) -> EightBit | None:
 
 
 def eight_bit_layers(stage: Stage) -> dict[str, tuple[nn.Module, EightBit]]:
-    """The linear layers of a stage that multiply in 8 bits, by name in the whole model, and how."""
+    """The linear layers of a stage that multiply in 8 bits, by name in the whole model, with their
+    products."""
     each = ((name, module, products_of(module)) for name, module in stage.named_modules())
     return {name: (module, how) for name, module, how in each if how is not None}
 
@@ -109,7 +111,7 @@ def eight_bit_layers(stage: Stage) -> dict[str, tuple[nn.Module, EightBit]]:
 def install_delayed(
     stages: Mapping[int, Stage], layers: Sequence[ScaledLayer], config: Config, device: torch.device
 ) -> DelayedScaling:
-    """Give the 8-bit linear layers of stages delayed scales, if that is asked for.
+    """Give the 8-bit linear layers of stages delayed scales, if requested.
 
     Args:
         stages: stages whose linear layers multiply in 8 bits.

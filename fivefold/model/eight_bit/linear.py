@@ -97,7 +97,7 @@ class EightBit(Products):
         return replace(self, weight=self._weight(weight_FH, of_gradient=of_gradient))
 
     def gradient(self, grad_TF: Tensor) -> Kept:
-        """Its bits and scales, if one pair serves dX and dW."""
+        """The gradient's bits and scales, if one pair serves dX and dW."""
         if not self.recipe.reads_both_ways:
             return (grad_TF,)
         grad = self._quantised(grad_TF, self._across, GRADIENT)
@@ -197,13 +197,14 @@ class EightBit(Products):
         return quantise(x, block, dtype, **how)
 
     def _read(self, kept: Kept, block: Block, operand: int) -> Scaled:
-        """What was kept of a matrix, quantised if it is the matrix itself."""
+        """A kept matrix, quantised if it was kept unquantised."""
         if len(kept) > 1:
             return Scaled(kept[0], kept[1], block)
         return self._quantised(kept[0], block, operand)
 
     def _weight(self, weight: Tensor | Scaled, *, of_gradient: bool = False) -> Scaled:
-        """A weight [F, H] as a product takes it: over H, or over F for the gradient of the input.
+        """A weight [F, H] in the form that a product needs: over H, or over F for the input's
+        gradient.
 
         One that was gathered in 8 bits serves both: its blocks are as long as they are wide.
         """
@@ -225,15 +226,15 @@ class EightBit(Products):
 
 
 def inverse_of(weight: Tensor) -> Tensor:
-    """fp32 [groups, blocks of rows, blocks of columns]: the scales that came with a weight which
-    was gathered in 8 bits; one group if it is of a single linear layer."""
+    """fp32 [groups, blocks of rows, blocks of columns]: the inverse scales of a weight that was
+    gathered in 8 bits; one group for a single linear layer."""
     inverse: Tensor | None = getattr(weight, "inverse_scales", None)
     assert inverse is not None, "8-bit weights are read as they were gathered, not in part"
     return inverse
 
 
 def save_linears(ctx: Any, weights: Sequence[Tensor], kept: Kept) -> None:
-    """Save the weights of the linear layers of one input, and what was kept of this.
+    """Save for the backward the weights of linear layers with one input, and the kept input.
 
     Autograd does not save what comes with weights that were gathered in 8 bits, their scales. The
     weights of one input are all gathered so, or none is.
@@ -244,7 +245,7 @@ def save_linears(ctx: Any, weights: Sequence[Tensor], kept: Kept) -> None:
 
 
 def saved_linears(ctx: Any) -> tuple[Sequence[Tensor], Kept]:
-    """What `save_linears` saved; of weights, recomputation makes tensors of its own."""
+    """What `save_linears` saved; recomputation replaces weights by its own tensors."""
     saved: Kept = ctx.saved_tensors
     weights = saved[: ctx.weights]
     for weight, inverse in zip(weights, ctx.scales, strict=False):

@@ -1,4 +1,4 @@
-"""Which 8-bit settings can be trained with, alone and in combination; torch-free."""
+"""Rules of 8-bit settings for training, alone and in combination; torch-free."""
 
 from dataclasses import dataclass
 from math import log2, prod
@@ -15,7 +15,7 @@ from fivefold.mesh.grid import Grid
 E4M3_LARGEST, E4M3_LEAST = 448.0, 2.0**-9
 """Largest and least positive number of e4m3 (Micikevicius et al. 2022)."""
 E4M3_ALONE = {"blockwise": 128, "mxfp8": 32}
-"""Recipes whose blocks are so short that e4m3 does for gradients; elements of a block."""
+"""Recipes with blocks short enough for e4m3 gradients; elements of a block."""
 SQUARE = ("delayed", "tensorwise", "blockwise")
 """Recipes whose blocks of a weight have as many rows as columns: one copy serves both products."""
 ADA, BLACKWELL = (8, 9), (10, 0)
@@ -45,7 +45,7 @@ class ScaledLayer:
 OPERANDS = 3
 """Operands of a linear layer, each with a history of its own where scales are delayed."""
 SCALES = "fp8."
-"""What names of delayed scales and of their histories begin with in a checkpoint."""
+"""Prefixes of the names of delayed scales and of their histories in a checkpoint."""
 
 _WIDE = frozenset({"lm_head", "router", "shared_expert_gate"})
 """Linear layers that keep the compute dtype, as in Megatron-LM."""
@@ -63,7 +63,7 @@ def eight_bit_linears(model: ModelConfig) -> dict[str, int | None]:
 
 
 def delayed_linears(config: Config) -> dict[str, int | None]:
-    """Those whose operands have delayed scales: none, or all."""
+    """The linear layers whose operands have delayed scales: none, or all 8-bit ones."""
     return eight_bit_linears(config.model) if config.training.delays_scales else {}
 
 
@@ -78,7 +78,7 @@ def delayed_bytes(training: TrainingConfig) -> int:
 
 
 def in_eight_bits(name: str, weight: Weight) -> bool:
-    """Whether --fp8-format has a weight multiplied in 8 bits."""
+    """Whether a weight is multiplied in 8 bits with --fp8-format."""
     return weight.multiplies and not weight.wide and name.split(".")[-2] not in _WIDE
 
 
@@ -88,7 +88,7 @@ def weight_bytes(recipe: str) -> float:
 
 
 def keeps_weights(config: Config, passes: int) -> bool:
-    """Whether weights in 8 bits are kept for all forwards and backwards of a step, so many.
+    """Whether 8-bit weights are kept for all `passes` forwards and backwards of a step.
 
     Not where they are gathered anew for each, or come in 8 bits; compiled layers keep nothing.
     """
@@ -110,7 +110,7 @@ def num_scales(shape: tuple[int, ...], recipe: str) -> int:
 
 
 def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
-    """Report 8-bit settings that the trainer does not have, or that would not do what they say."""
+    """Report 8-bit settings that the trainer lacks, or that would have no effect."""
     training, parallel, memory = config.training, config.parallel, config.memory
     if training.fp8_format is None:
         return
@@ -170,7 +170,7 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_delayed(training: TrainingConfig, mistakes: Mistakes) -> None:
-    """Report what would leave no number of an operand, and what keeps no history."""
+    """Report settings that leave no number for an operand, or that keep no history."""
     most = int(log2(E4M3_LARGEST / E4M3_LEAST))
     if not 0 <= training.fp8_margin <= most:
         mistakes.add(
@@ -188,7 +188,7 @@ def _check_delayed(training: TrainingConfig, mistakes: Mistakes) -> None:
 
 
 def check_gathered(config: Config, mistakes: Mistakes) -> None:
-    """Report what 8-bit weights are not gathered with, in any layout."""
+    """Report settings with which 8-bit weights cannot be gathered, in any layout."""
     training, parallel, off = config.training, config.parallel, "--no-fp8-param-gather"
     if not training.fp8_param_gather:
         return
@@ -223,13 +223,15 @@ def check_gathered(config: Config, mistakes: Mistakes) -> None:
 
 
 def gathers_as_multiplied(grid: Grid, model: ModelConfig) -> bool:
-    """Whether a rank multiplies with all rows of a weight that it holds, which share scales."""
+    """Whether a rank multiplies with all rows of a weight that it holds, since they share
+    scales."""
     whole = (own.num_kv_heads % grid.tp == 0 for own in model.attentions)
     return model.multi_latent_attention or all(whole)
 
 
 def check_gathered_by(grid: Grid, config: Config, mistakes: Mistakes) -> None:
-    """Report a layout in which nothing would be gathered in 8 bits, or not as it is multiplied."""
+    """Report a layout in which no weights would be gathered in 8 bits, or not as they are
+    multiplied."""
     if not config.training.fp8_param_gather:
         return
     heads, off = config.model.num_kv_heads, "--no-fp8-param-gather"
@@ -254,7 +256,7 @@ def check_gathered_by(grid: Grid, config: Config, mistakes: Mistakes) -> None:
 
 
 def check_kernels(config: Config, capability: tuple[int, int] | None) -> None:
-    """Refuse to start ranks on GPUs that have no kernel for `mxfp8`, which no other would replace.
+    """Refuse to start ranks on GPUs without a kernel for `mxfp8`.
 
     Args:
         config: the configuration.

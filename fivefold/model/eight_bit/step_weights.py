@@ -1,4 +1,4 @@
-"""Weights in 8 bits that are made once in a step.
+"""8-bit weights that are quantised once in a step.
 
 Every microbatch multiplies the same weights. The first one quantises them, once for the results and
 once for the gradients of inputs, and the others read the same bits, as Transformer Engine does
@@ -14,14 +14,14 @@ from fivefold.model.eight_bit.fp8 import Scaled
 
 
 class StepWeights:
-    """What has been made while a program runs."""
+    """Weights quantised while a program runs."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Scaled] | None = None
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep what is made in the block, in which no weight changes."""
+        """In the block, in which no weight changes, keep quantised weights."""
         self._made = {}
         try:
             yield
@@ -29,12 +29,13 @@ class StepWeights:
             self._made = None
 
     def held(self) -> Iterator[Tensor]:
-        """All that has been made so far: bits and scales."""
+        """All weights quantised so far: bits and scales."""
         for weight in (self._made or {}).values():
             yield from (weight.bits, weight.inverse)
 
     def once(self, which: Hashable, make: Callable[[], Scaled]) -> Scaled:
-        """What was made before under this name, or is now; outside of `keeping` it is not kept."""
+        """The result stored under this name, or computed now; outside `keeping` it is not
+        stored."""
         if self._made is None:
             return make()
         if which not in self._made:

@@ -1,1 +1,1 @@
-"""Triton kernels of ours; each has a plain twin in the module that calls it."""
+"""Our Triton kernels; each has a plain equivalent in the module that calls it."""

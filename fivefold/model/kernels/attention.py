@@ -1,5 +1,5 @@
-"""FlashAttention with dropout by names, caps or noted scores, as Triton kernels: no score or mask
-is ever held.
+"""FlashAttention with dropout by hash, caps or recorded scores, as Triton kernels; no scores or
+masks are held.
 
 The algorithm is that of FlashAttention-2 (Dao 2023), for pieces of several lengths that lie end to
 end; a probability's mask is made in registers from its names, forward and backward. Imported only
@@ -118,14 +118,14 @@ def _grid(seen: Seen, longest: int, heads: int, rows: int) -> tuple[int, int, in
 
 
 def _padded(features: int) -> int:
-    """The products of a GPU want sizes of at least 16, and Triton powers of 2."""
+    """Size for Triton: a power of 2, at least 16, which GPU products need."""
     return max(16, triton.next_power_of_2(features))
 
 
 def _common(
     q: Tensor, k: Tensor, v: Tensor, seen: Seen, drop: PairDropout | None, scores: Scores
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments that all kernels have, and constants."""
+    """Arguments and constants that all kernels share."""
     names: tuple[Any, ...] = None, None, None
     dropping, kept_scale = (0, 0, 0), 1.0
     if drop is not None:
@@ -189,7 +189,7 @@ def _forward(  # type: ignore[no-untyped-def]
     value_size: tl.constexpr,
     rows: tl.constexpr,
 ):
-    """A program makes the output of a head's tile of queries."""
+    """A program computes the output of one head's tile of queries."""
     first_q, queries = piece_of(starts_q)
     first_k, keys = piece_of(starts_k)
     start, head = tl.program_id(1) * rows, tl.program_id(2)
@@ -266,7 +266,7 @@ def _of_queries(  # type: ignore[no-untyped-def]
     value_size: tl.constexpr,
     rows: tl.constexpr,
 ):
-    """A program makes the gradient of a head's tile of queries, and grad x out of each for the
+    """A program computes the gradient of one head's tile of queries, and grad x out of each for the
     other kernel."""
     first_q, queries = piece_of(starts_q)
     first_k, keys = piece_of(starts_k)
@@ -339,8 +339,8 @@ def _of_keys(  # type: ignore[no-untyped-def]
     value_size: tl.constexpr,
     rows: tl.constexpr,
 ):
-    """A program makes the gradients of a head's tile of keys and values, over all query heads that
-    share it."""
+    """A program computes the gradients of one head's tile of keys and values, over all query heads
+    that share it."""
     first_q, queries = piece_of(starts_q)
     first_k, keys = piece_of(starts_k)
     start, group = tl.program_id(1) * rows, tl.program_id(2)

@@ -1,4 +1,4 @@
-"""What the kernels of attention read and see of a tile of queries and a tile of keys, in Triton.
+"""Triton functions for tiles of queries and keys: loads, visibility, products.
 
 Tokens of a piece are counted from its first.
 """
@@ -21,7 +21,7 @@ def piece_of(starts):  # type: ignore[no-untyped-def]
 def keys_of(  # type: ignore[no-untyped-def]
     start, keys, shift, window, causal: tl.constexpr, windowed: tl.constexpr, rows: tl.constexpr
 ):
-    """First key that a tile of queries sees, and the end of those."""
+    """The first key that a tile of queries sees, and the end of those."""
     low, high = keys * 0, keys
     if windowed:
         low = tl.maximum(start + shift - window, 0)
@@ -34,7 +34,7 @@ def keys_of(  # type: ignore[no-untyped-def]
 def queries_of(  # type: ignore[no-untyped-def]
     start, queries, shift, window, causal: tl.constexpr, windowed: tl.constexpr, rows: tl.constexpr
 ):
-    """First query that sees a tile of keys, and the end of those."""
+    """The first query that sees a tile of keys, and the end of those."""
     low, high = queries * 0, queries
     if causal:
         low = tl.maximum(start - shift, 0)
@@ -59,13 +59,13 @@ def visible_to(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def kept_of(rows, columns, key, threshold):  # type: ignore[no-untyped-def]
-    """Whether the probabilities between queries and keys with these ids are kept."""
+    """Whether the probabilities between queries and keys with these ids are kept by dropout."""
     return random_bits(rows, columns, key).to(tl.int64, bitcast=True) >= threshold
 
 
 @triton.jit
 def product(a, b, wide: tl.constexpr):  # type: ignore[no-untyped-def]
-    """a @ b without rounding of what is multiplied, summed in a wide type."""
+    """a @ b without rounding the operands, summed in a wide type."""
     return tl.dot(a, b, input_precision="ieee", out_dtype=wide)
 
 
@@ -79,7 +79,7 @@ def ids_of(ids, first, at, count):  # type: ignore[no-untyped-def]
 def tile_of(  # type: ignore[no-untyped-def]
     x, first, at, count, heads, head, features: tl.constexpr, size: tl.constexpr
 ):
-    """Tokens `at` of a piece, of a head of x [tokens, heads, features]; zeros beyond."""
+    """Load tokens `at` of a piece, of one head of x [tokens, heads, features]; zeros beyond."""
     lanes = tl.arange(0, size)
     place = ((first + at) * heads + head)[:, None] * features + lanes[None, :]
     inside = (at < count)[:, None] & (lanes < features)[None, :]
@@ -90,7 +90,7 @@ def tile_of(  # type: ignore[no-untyped-def]
 def store_tile(  # type: ignore[no-untyped-def]
     x, tile, first, at, count, heads, head, features: tl.constexpr, size: tl.constexpr
 ):
-    """Store what `tile_of` would load."""
+    """Store a tile in the layout of `tile_of`."""
     lanes = tl.arange(0, size)
     place = ((first + at) * heads + head)[:, None] * features + lanes[None, :]
     inside = (at < count)[:, None] & (lanes < features)[None, :]

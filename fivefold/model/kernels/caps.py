@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def capped(x, cap: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`x` below a cap and above its opposite; a cap of 0 stands for none."""
+    """c tanh(x / c) for a cap c; 0: no cap."""
     if cap != 0.0:
         shrunk = tl.exp(-2.0 * tl.abs(x / cap))  # of a number without its sign, so never too large
         bound = cap * ((1.0 - shrunk) / (1.0 + shrunk))
@@ -16,7 +16,7 @@ def capped(x, cap: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def through_cap(grad, x, cap: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Gradient of what is capped, from that of the result `x`."""
+    """Gradient of the uncapped number, given that of the result `x`."""
     if cap != 0.0:
         share = x / cap
         grad = grad * (1.0 - share * share)

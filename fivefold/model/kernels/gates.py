@@ -1,4 +1,4 @@
-"""Activations as one Triton kernel forward and one backward, each of which reads once.
+"""Activations as one Triton kernel forward and one backward, each reading its inputs once.
 
 Imported only where they run, since Triton is. They are proven without a GPU by Triton's
 interpreter (`TRITON_INTERPRET=1`).
@@ -83,7 +83,7 @@ class _Gated(torch.autograd.Function):
 def _run(
     given: Sequence[Tensor | None], others: Sequence[Tensor | None], how: Sequence[float | None]
 ) -> None:
-    """Launch; a tensor that is not there is given as the gate, which the kernel then leaves."""
+    """Launch; a missing tensor is replaced by the gate, which the kernel then ignores."""
     gate, up, weights_T = given
     assert gate is not None
     rows, features = gate.shape

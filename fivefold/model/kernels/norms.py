@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual sum before it or alone, as a Triton kernel; its backward as another.
+"""RMSNorm, with a residual sum before it or without, as one Triton kernel forward and one backward.
 
 Imported only where they run, since Triton is. They are proven without a GPU by Triton's
 interpreter (`TRITON_INTERPRET=1`).
@@ -114,7 +114,7 @@ def _normed(
 def _gradients(
     saved: tuple[Tensor, Tensor, Tensor], beside: Tensor | None, grad_y: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of what was normalised, with that `beside` the norm, and of the weight."""
+    """Gradients of the normalised tensor (plus `beside`), and of the weight."""
     total, weight, scale_T = saved
     rows, features = total.shape
     grad, programs = torch.empty_like(total), min(rows, PROGRAMS)

@@ -1,4 +1,5 @@
-"""Matrices to 8-bit floats with scales in Triton: twins of `model.eight_bit.fp8`, bit by bit.
+"""Triton kernels that convert matrices to 8-bit floats with scales, bit-identical to
+`model.eight_bit.fp8`.
 
 Imported only where they run, since Triton is. They are proven without a GPU by Triton's
 interpreter (`TRITON_INTERPRET=1`).
@@ -21,7 +22,7 @@ from fivefold.model.eight_bit.fp8 import TINY, Block
 TILE = 128
 """Rows and columns of a tile: a multiple of the blocks that it holds."""
 TINY_BITS = tl.constexpr(int(torch.tensor(TINY, device="cpu").view(torch.int32)))
-"""Those of `TINY` in fp32."""
+"""The bits of `TINY` in fp32."""
 
 
 def fits(block: Block) -> bool:
@@ -80,7 +81,7 @@ def _cast_blocks(
 
 
 def narrowed(x_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Bits [M, K] of elements times a scale that is known, and their largest element, fp32 [1, 1].
+    """Bits [M, K] of elements times a known scale, and their largest element, fp32 [1, 1].
 
     Args:
         x_MK: as in `quantise`.
@@ -102,7 +103,7 @@ def narrowed(x_MK: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 def by_rows(bits_MK: Tensor) -> Tensor:
-    """The same 8-bit numbers, laid out row by row: a copy of what lies there by columns."""
+    """The same 8-bit numbers with contiguous rows, copied from a matrix with contiguous columns."""
     taken = bits_MK.view(torch.uint8)
     laid_out = torch.empty(taken.shape, dtype=torch.uint8, device=taken.device)
     grid = triton.cdiv(taken.shape[1], TILE), triton.cdiv(taken.shape[0], TILE)
@@ -160,7 +161,7 @@ def _magnitude(x):  # type: ignore[no-untyped-def]
 def _largest_of(  # type: ignore[no-untyped-def]
     bits, rows_each: tl.constexpr, columns_each: tl.constexpr, tile: tl.constexpr
 ):
-    """Of each block of a tile: [tile / rows_each, tile / columns_each]."""
+    """The maximum of each block of a tile: [tile / rows_each, tile / columns_each]."""
     if rows_each == tile:
         bits = tl.max(bits, 0, keep_dims=True)
     elif rows_each > 1:
@@ -177,7 +178,7 @@ def _largest_of(  # type: ignore[no-untyped-def]
 def _spread(  # type: ignore[no-untyped-def]
     blocks, rows_each: tl.constexpr, columns_each: tl.constexpr, tile: tl.constexpr
 ):
-    """What each element of a tile takes of its block; one row or column stands for all."""
+    """For each element of a tile the value of its block; one row or column stands for all."""
     across: tl.constexpr = tile // columns_each
     if rows_each > 1 and rows_each < tile:
         parts: tl.constexpr = (tile // rows_each, rows_each, across)
@@ -300,7 +301,7 @@ def _narrow(  # type: ignore[no-untyped-def]
     limit: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """A tile's bits with a scale that is known, and the bits of the largest magnitude."""
+    """A tile's bits by a known scale, and the bits of the largest magnitude."""
     taken, row, column, inside = _load(x, rows, columns, row_step, column_step, tile)
     tl.atomic_max(found, tl.max(_magnitude(taken)), sem="relaxed")
     y = taken.to(tl.float32) * tl.load(scale)
@@ -309,6 +310,6 @@ def _narrow(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _copy(x, rows, columns, row_step, column_step, copied, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of bytes, whose copies lie row by row."""
+    """Copy a tile of bytes into contiguous rows."""
     taken, row, column, inside = _load(x, rows, columns, row_step, column_step, tile)
     tl.store(copied + row * columns + column, taken, mask=inside)

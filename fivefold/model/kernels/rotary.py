@@ -14,7 +14,7 @@ from torch import Tensor
 from fivefold.mesh.device import launch
 
 HEADS = 16
-"""Heads that a program turns."""
+"""Heads that a program rotates."""
 
 
 def turn(
@@ -26,7 +26,7 @@ def turn(
     *,
     interleaved: bool = False,
 ) -> list[Tensor]:
-    """One or two tensors of the same tokens with R features from `first` on turned, by one kernel.
+    """Rotate R features, from `first` on, of one or two tensors of the same tokens, in one kernel.
 
     Args:
         tensors: [B, S, N, D], each of any number of heads and any strides.

@@ -1,1 +1,1 @@
-"""Linear attention: layers that keep a state of one size, however many tokens they have read."""
+"""Linear attention: layers with a state of constant size, however many tokens they have read."""

@@ -13,9 +13,9 @@ from fivefold.description.linear_attention import CHUNK
 class DocumentChunks:
     """The documents of T tokens, each cut into chunks from its own beginning.
 
-    Longer documents come first. Step i takes the chunk i of every document that has so many, so
-    that those of a step are the first documents, and their chunks follow those of the step before.
-    A document's last chunk is filled up with its last token, which is then not to count.
+    Longer documents come first. Step i takes chunk i of every document that has one, so the
+    documents of a step are always the first ones, and the chunks of a step follow those of the step
+    before. A document's last chunk is padded with its last token; the padding does not count.
 
     Attributes:
         active: number of documents in each step.
@@ -59,5 +59,5 @@ class DocumentChunks:
 
 
 def _there(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor on the device; the host does not wait for the copy."""
+    """Copy a tensor to the device without making the host wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -33,7 +33,7 @@ EPSILON = 1e-6
 
 
 class DeltaChunks(NamedTuple):
-    """What the rule needs to know of chunks.
+    """The chunks in the form in which the rule reads them.
 
     Attributes:
         q: [N, G, C, K].
@@ -60,9 +60,9 @@ def _chunks(
 ) -> DeltaChunks:
     """See `StateRule.chunks`.
 
-    Parameters are the taps [G F, taps] of the convolution, the last of the token itself; and of
-    each value head the logarithm of how fast it forgets, and what is added to what tokens say of
-    it. Mixed are a query, a key and r values; rates are r numbers for rates, then r for decays.
+    The parameters are the taps [G F, taps] of the convolution, whose last tap is for the token
+    itself, and for each value head the logarithm of its decay rate and a bias of its step. Mixed
+    are a query, a key and r values; rates are r numbers for rates, then r for decays.
     """
     wide = torch.promote_types(mixed_BLGF.dtype, torch.float32)
     taps, decay, bias = (parameter.to(wide) for parameter in parameters)
@@ -127,7 +127,7 @@ def corrected(meets: Tensor, v: Tensor, k_begun: Tensor, rate: Tensor) -> tuple[
 
 
 class StatesMeet(NamedTuple):
-    """What chunks do to the states that they meet, and these to them.
+    """How chunks read and change the states that reach them.
 
     Attributes:
         fresh, stale: as `corrected` gives them.
@@ -146,7 +146,7 @@ class StatesMeet(NamedTuple):
 
 
 def walked(chunks: StatesMeet, active: Sequence[int]) -> Tensor:
-    """What queries read, chunk after chunk of each document; see `StateRule.walk`."""
+    """What queries read, one chunk after another of each document; see `StateRule.walk`."""
     first, key = chunks.fresh, chunks.stale.shape[-1]
     state = first.new_zeros(active[0], *first.shape[1:3], key, first.shape[-1])
     outs = []

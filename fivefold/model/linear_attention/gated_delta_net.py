@@ -40,5 +40,5 @@ class GatedDeltaNet(StateLayer):
 
     @property
     def by_head(self) -> Sequence[Tensor]:
-        """How fast heads forget, and what is added to what tokens say of it."""
+        """For each head: the logarithm of its decay rate, and the bias of its step."""
         return self.A_log, self.dt_bias

@@ -44,14 +44,14 @@ class GateThenNorm(_GatedNorm):
     weight of each feature of all groups."""
 
     def forward(self, x_BSGF: Tensor, gate_BSGF: Tensor) -> Tensor:
-        """Of the same shape, computed in at least fp32."""
+        """A tensor of the same shape, computed in at least fp32."""
         weight_GF = local(self.weight).view(x_BSGF.shape[2:])
         y: Tensor = _GateThenNorm.apply(x_BSGF, gate_BSGF, weight_GF, self.epsilon)
         return y
 
 
 class _NormThenGate(torch.autograd.Function):
-    """Keeps what it reads, and no statistics."""
+    """Saves its inputs and no statistics."""
 
     @staticmethod
     def forward(
@@ -79,7 +79,7 @@ class _NormThenGate(torch.autograd.Function):
 
 
 class _GateThenNorm(torch.autograd.Function):
-    """Keeps what it reads, and no statistics."""
+    """Saves its inputs and no statistics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -122,6 +122,6 @@ def _normed(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 def _unnormed(of_normed: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of what was normalised, in the memory of that of the result."""
+    """The gradient of the norm's input, written into the memory of the result's gradient."""
     mean = torch.linalg.vecdot(of_normed, normed).div_(normed.shape[-1]).unsqueeze(-1)
     return of_normed.addcmul_(normed, mean, value=-1.0).mul_(scale)

@@ -41,7 +41,7 @@ class KimiDeltaAttention(StateLayer):
 
     @property
     def by_head(self) -> Sequence[Tensor]:
-        """How fast heads forget, and what is added to what tokens say of their features."""
+        """For each head: the logarithm of its decay rate, and the bias of each feature's step."""
         return self.A_log, self.dt_bias
 
     def told(self, x_TH: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:

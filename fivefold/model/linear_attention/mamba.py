@@ -42,5 +42,6 @@ class Mamba(StateLayer):
 
     @property
     def by_head(self) -> Sequence[Tensor]:
-        """How fast heads forget, the bias of their steps, and how much of x they add."""
+        """For each head: the logarithm of its decay rate, the bias of its steps, and the factor of
+        x that it adds."""
         return self.A_log, self.dt_bias, self.D

@@ -18,7 +18,7 @@ from fivefold.model.linear_attention.chunks import DocumentChunks
 
 
 class StateGroup(NamedTuple):
-    """Sizes of a group of heads: a key head with the value heads that share it, for example.
+    """Sizes of a group of heads, for example a key head and the value heads that share it.
 
     Attributes:
         key: K.
@@ -68,8 +68,8 @@ def attend(
 ) -> Tensor:
     """What states answer, [B, L, G, r V].
 
-    Keeps its arguments alone for the backward, which runs the forward again: what lies between is
-    many times as large.
+    Saves only its arguments; the backward runs the forward again, since the intermediate results
+    are many times as large.
 
     Args:
         rule: the rule of the states.
@@ -102,7 +102,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """First through the walk, then through what comes before it: never both at once."""
+        """Goes first through the walk, then through what comes before it, so that both are never in
+        memory together."""
         (rule, group, of), saved = ctx.rest, ctx.saved_tensors  # once, as a checkpoint wants it
         mixed, rates, *parameters = saved
         chunks = rule.chunks(mixed, rates, parameters, group, of)
@@ -121,7 +122,7 @@ class _Attend(torch.autograd.Function):
 def _walked_back(
     rule: StateRule, chunks: Sequence[Tensor], grad: Tensor, of: DocumentChunks
 ) -> tuple[Tensor, ...]:
-    """The gradients of chunks, from that of what states answer [B, L, G, r V]."""
+    """The gradients of the chunks, from the gradient of what the states answer [B, L, G, r V]."""
     leaves = [x.detach().requires_grad_() for x in chunks]
     with torch.enable_grad():
         out = _by_token(rule.walk(leaves, of.active), of)

@@ -84,5 +84,5 @@ class ShortConvolution(StateLayer):
 
     @property
     def by_head(self) -> Sequence[Tensor]:
-        """Nothing."""
+        """Nothing: heads have no parameters of their own."""
         return ()

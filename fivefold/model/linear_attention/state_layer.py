@@ -78,8 +78,8 @@ class Convolution(nn.Module):
 
 
 class StateLayer(LayerBlock):
-    """Base of layers with linear attention, with Mamba-2 and with short convolutions, which have
-    the convolution, the norm and the projections.
+    """Base of layers with linear attention, Mamba-2 or short convolutions; holds the convolution,
+    the norm and the projections.
 
     Attributes:
         kernel: seam around the convolution and the states.
@@ -101,12 +101,13 @@ class StateLayer(LayerBlock):
 
     @property
     def projections(self) -> tuple[Linear, Linear]:
-        """What makes all that is mixed, and gates after it; and what makes rates."""
+        """The projection to what is mixed and the gates after it; and the projection to the
+        rates."""
         raise NotImplementedError
 
     @property
     def by_head(self) -> Sequence[Tensor]:
-        """What heads have learned beside projections and norms, as much of each."""
+        """Learned numbers for each head besides projections and norms."""
         raise NotImplementedError
 
     def wrap_kernel(self, wrap: Callable[[Any], Any]) -> None:
@@ -140,7 +141,7 @@ class StateLayer(LayerBlock):
         return mixed, rates, gate
 
     def learned(self, groups: Span | None = None) -> tuple[Tensor, ...]:
-        """What groups of this rank have learned beside projections; None: all of them."""
+        """Learned numbers of this rank's groups besides projections; None: those of all groups."""
         mixed = [local(self.conv1d.weight).flatten(1)]
         if self.conv1d.bias is not None:
             mixed.append(local(self.conv1d.bias))

@@ -24,8 +24,8 @@ from fivefold.model.linear_attention.recurrence import (
 
 
 class SpaceChunks(NamedTuple):
-    """What the walk needs to know of chunks; a filled place follows all others of its document,
-    so that none reads what it writes.
+    """The chunks in the form in which the walk reads them; padding follows all tokens of its
+    document, so that no token reads what it writes.
 
     Attributes:
         x: [N, G, r, C, V].

@@ -78,7 +78,7 @@ def sinkhorn(logits_TE: Tensor) -> Tensor:
 
 
 def attach(x: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
-    """`x` unchanged; its backward also backpropagates `loss`, with the gradient `scale`, or 1."""
+    """`x` unchanged; its backward also backpropagates `loss`, times `scale` (default 1)."""
     y: Tensor = _Attached.apply(x, loss, scale)
     return y
 

@@ -1,4 +1,6 @@
-"""Who finds room where it is limited: each expert, or each rank that holds some of them.
+"""Decides which tokens are kept where capacity is limited, of each expert or of each rank that
+holds some. || Shapes: T tokens of this rank, E experts, g neighbouring experts that share their
+capacity.
 
 Shapes: T tokens of this rank, E experts, g experts next to each other that share their room.
 """
@@ -14,8 +16,7 @@ _SCORE_BITS: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 12, to
 
 
 def within(room: int, group: int, chosen_TE: Tensor, scores_TE: Tensor | None) -> Tensor:
-    """[T, E]: which of the chosen pairs of token and expert find room. Nothing waits for the
-    device.
+    """[T, E]: which of the chosen pairs of token and expert are kept. Never waits for the device.
 
     Args:
         room: how many pairs of every group do.
@@ -38,10 +39,10 @@ def within(room: int, group: int, chosen_TE: Tensor, scores_TE: Tensor | None) -
 
 
 def with_ties(scores_TE: Tensor) -> Tensor:
-    """Scores for `within`: those that differ by rounding only, which no layout shares, are equal.
+    """Scores for `within`, rounded so that scores which differ only by rounding errors are equal.
 
-    Equal tokens at the start of documents have such scores. What is rounded off is a share of each
-    score: the more experts there are, the smaller are all.
+    Rounding errors depend on the layout; equal tokens at the start of documents have such scores.
+    The rounding is relative, since scores are smaller the more experts there are.
     """
     mantissa, exponent = torch.frexp(scores_TE)
     return torch.ldexp((mantissa * 2.0 ** _SCORE_BITS[scores_TE.dtype]).round(), exponent)

@@ -130,7 +130,8 @@ class GroupArithmetic(Protocol):
     """How groups of rows are multiplied."""
 
     def ends(self, x_TH: Tensor, rows_E: Tensor, weights: Sequence[Tensor]) -> list[int] | None:
-        """What the host has to know of groups with so many rows each, for which it waits.
+        """The group ends that the host needs before it can multiply such groups; waits for the
+        device.
 
         Args:
             x_TH: rows sorted by group.
@@ -139,7 +140,7 @@ class GroupArithmetic(Protocol):
         """
 
     def products(self, rows_E: Tensor, ends: list[int] | None) -> Products:
-        """The products of such groups; linears keep `rows_E` among the tensors that they save."""
+        """The products of such groups; the linears save `rows_E` for the backward."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def group_ends(rows_E: Tensor) -> list[int]:
 
 
 def copy_groups(each: Iterable[Tensor], out_EFH: Tensor) -> Tensor:
-    """Write the matrices of all groups into one tensor as they come, and return it."""
+    """Copy the matrices of all groups into one tensor, as they arrive, and return it."""
     for out_FH, one_FH in zip(out_EFH.unbind(), each, strict=True):
         out_FH.copy_(one_FH)
     return out_EFH

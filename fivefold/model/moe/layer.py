@@ -71,7 +71,7 @@ class Experts(nn.Module):
 
     @property
     def into(self) -> tuple[GroupedLinear, ...]:
-        """The linear layers into the inner features."""
+        """The linear layers that lead to the inner features."""
         return (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
 
     def activate(self, inner: Sequence[Tensor], weights_R: Tensor | None) -> Tensor:
@@ -194,9 +194,9 @@ def plain_call(function: Callable[..., Any], *arguments: Any) -> Any:
 class MoE(LayerBlock):
     """Mixture of experts: each token passes its routed experts and all shared experts.
 
-    With latents (LatentMoE, NVIDIA 2025) the routed ones read a projection of the token, and the
-    sum of what they make is projected back. Routers and shared experts read the token itself. With
-    norms of its branches each of these reads and makes what a norm of its own has normalised.
+    With latents (LatentMoE, NVIDIA 2025) the routed experts read a projection of the token, and the
+    sum of their results is projected back. Routers and shared experts read the token itself. With
+    branch norms, the input and the output of each branch pass a norm of their own.
 
     Attributes:
         dispatch: seam around dispatch, experts and combine.
@@ -260,9 +260,9 @@ def _through(module: Callable[[Tensor], Tensor] | None, x_TH: Tensor) -> Tensor:
 
 
 def _multiplied(x_TH: Tensor, choice: ExpertChoice) -> tuple[Tensor, ExpertChoice]:
-    """Tokens times the weights of their one expert each, in the tokens' type, as in transformers.
+    """Tokens times the weight of their one expert, in the tokens' type, as in transformers.
 
-    Before they travel: then no rank keeps rows that are not multiplied yet.
+    This happens before they travel, so that no rank holds rows that are still to be multiplied.
     """
     weights_TK = choice.weights_TK
     return x_TH * weights_TK.to(x_TH.dtype), replace(choice, weights_TK=torch.ones_like(weights_TK))

@@ -104,7 +104,8 @@ NOTHING_YET = (-1, 0, 0)
 
 
 def plain_turns(token_ids_T: Tensor) -> Tensor:
-    """When each token's turn is, where experts are taken in turn: as in the run, on any rank."""
+    """Each token's turn, where experts are taken in turn: its index in the run, the same on any
+    rank."""
     return token_ids_T
 
 
@@ -178,13 +179,15 @@ class Router(nn.Module):
         )
 
     def number(self, context: Context) -> int:
-        """The layer that it decides for: its own, or one that has the same weights."""
+        """The number of the layer that it decides for: its own, or that of another one with the
+        same weights."""
         return self.layer + context.shift
 
     def begin_step(self, global_batch_size: int) -> None:
         """Begin a step of so many rows over all ranks.
 
-        Forget what was counted in a step of the same number: one may not have been taken.
+        Counts of an earlier attempt at the same step are forgotten, since that attempt may have
+        been discarded.
         """
         self.global_batch_size = global_batch_size
         self.batch_counts = NOTHING_YET
@@ -201,7 +204,7 @@ class Router(nn.Module):
             self.expert_bias.add_(step, alpha=self.settings.moe_router_bias_update_rate)
 
     def _logits(self, x_TH: Tensor, context: Context) -> Tensor:
-        """Router logits [T, E] in at least fp32; with a norm divided by the root of H, as there."""
+        """Router logits [T, E] in at least fp32; with a norm, divided by the square root of H."""
         if self.norm is not None:
             x_TH = self.norm(x_TH)
         jitter = self.settings.moe_input_jitter_eps
@@ -231,8 +234,8 @@ class Router(nn.Module):
     def choose(self, logits_TE: Tensor, context: Context) -> Tensor:
         """The experts [T, K] of each token.
 
-        Sinkhorn's assignment is of a batch, in which tokens read later ones: it is of training, and
-        evaluated tokens get their best experts, as in Megatron-LM.
+        Sinkhorn's assignment depends on the whole batch, so that tokens see later ones. It is for
+        training only: in evaluation each token gets its best experts, as in Megatron-LM.
         """
         topk, experts = self.model.moe_router_topk, logits_TE.shape[1]
         if self.settings.moe_router_force_load_balancing:

@@ -30,12 +30,12 @@ from fivefold.pipeline.run.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights, Work
 
 Observer = Callable[[Act], AbstractContextManager[object]]
-"""Entered once what a compute act needs is there, left when the act has ended."""
+"""Entered when the inputs of a compute action are there, and left when it has ended."""
 
 
 @dataclass
 class _Forward:
-    """What a forward leaves for its backward: its input, and the edge to start from.
+    """State that a forward leaves for its backward: its input, and the edge at which it starts.
 
     Attributes:
         x: None for the first stage.
@@ -111,7 +111,7 @@ class Executor:
 
 @dataclass(frozen=True)
 class StepSums:
-    """What the forwards of a step on one rank come to.
+    """Sums over the forwards of a step on one rank.
 
     Attributes:
         loss: this rank's part of the loss, shaped as the step's scale, in at least fp32; 0 without
@@ -178,7 +178,7 @@ class _Step:
         return StepSums(loss, self._routing, z_loss, noted)
 
     def _manage(self, act: Act) -> None:
-        """What only starts something; a STEP belongs to the training loop."""
+        """Run an action that only starts something; a STEP belongs to the training loop."""
         match act.kind:
             case Kind.SEND:
                 assert act.message is not None
@@ -194,14 +194,14 @@ class _Step:
                 self._on.gradients[act.stage].reduce()
 
     def _states_of(self, message: Message) -> int:
-        """Hidden states of a token, or their gradients, in a message."""
+        """Number of hidden states (or their gradients) per token in a message."""
         if self._on.states_into is None or not self._predicts:
             return 1
         backward = message.direction is Direction.BACKWARD
         return self._on.states_into(message.dst_stage + backward)
 
     def _compute(self, act: Act) -> None:
-        """Wait for what the act needs, then do it.
+        """Wait for the inputs of an action, then run it.
 
         What both halves of an FB have received is there before it begins.
         """
@@ -257,17 +257,17 @@ class _Step:
                 self._sequences.pop((act.stage, act.mb), None)
 
     def _recompute(self, act: Act) -> None:
-        """Run a forward of which only the input was kept once more, with its graph."""
+        """Repeat a forward that kept only its input, now with its graph."""
         forward = self._forwards[act.piece]
         forward.edge = self._edge(act, self._run_stage(act, forward.x))
 
     def _edge(self, act: Act, out: Tensor) -> GradientEdge:
-        """Where the backward of a stage begins: at its hidden states, or its objective."""
+        """Where the backward of a stage begins: at its hidden states, or at its objective."""
         module = self._on.stages[act.stage]
         return get_gradient_edge(module.objective(out) if module.parts.head else out)
 
     def _run_stage(self, act: Act, x: Tensor | None) -> Tensor:
-        """Hidden states, or the scaled losses."""
+        """Run a stage; returns hidden states, or the scaled losses."""
         program, module = self._program, self._on.stages[act.stage]
         end = self._last_weights.get(act.stage)
         last = end is not None and end.kind is Kind.BW and end.piece == act.piece
@@ -305,14 +305,14 @@ class _Step:
         self._on.gradients[act.stage].after_backward(last=last)
 
     def _backward_input(self, act: Act) -> None:
-        """Only dX; what makes dW is put aside."""
+        """Compute dX only; the computation of dW is deferred."""
         self._on.gradients[act.stage].before_backward(whole=False, last=False)
         with self._on.deferred.collect() as works:
             self._differentiate(act)
         self._weights[act.piece] = [*self._on.gradients[act.stage].put_aside(), *works]
 
     def _differentiate(self, act: Act) -> None:
-        """Run autograd from the gradient of the output, and of what later slices attended to."""
+        """Run autograd from the gradient of the output and those from later slices."""
         piece, module = act.piece, self._on.stages[act.stage]
         forward = self._forwards.pop(piece)
         assert forward.edge is not None
@@ -334,7 +334,7 @@ class _Step:
             self._give(act, Direction.BACKWARD, act.stage - 1, forward.x.grad)
 
     def _backward_weights(self, act: Act) -> None:
-        """The dW that a B has put aside, or one part of it."""
+        """Run the dW that a B has deferred, or one part of it."""
         works, parts = self._weights[act.piece], self._program.num_weight_parts
         share = -(-len(works) // (parts - act.part))
         now, self._weights[act.piece] = works[:share], works[share:]
@@ -345,7 +345,7 @@ class _Step:
             del self._weights[act.piece]
 
     def _give(self, act: Act, direction: Direction, stage: int, tensor: Tensor) -> None:
-        """Hand a tensor to `stage`, here or by the SEND that follows."""
+        """Pass a tensor to `stage`, on this rank or by the following SEND."""
         address = (direction, stage, act.mb, act.slice)
         if self._program.placement[stage] == self._on.pp_rank:
             self._mail.hand_over(address, tensor)

@@ -238,7 +238,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 
 SEARCHED = Schedule(
     gpipe,
-    "searched for; forwards alone, for which there is nothing to choose, as gpipe runs them",
+    "searched for; forwards only run as in gpipe, since there is nothing to choose",
     Shape.ANY,
     steady=False,
 )

@@ -242,7 +242,7 @@ def searched(table: CutTable, start: Cuts) -> Cuts:
 
 
 def smallest(parts: Parts, placement: tuple[int, ...], in_flight: tuple[float, ...]) -> Cuts:
-    """A split whose fullest rank needs little, whatever the limit: what it needs is enough."""
+    """A split whose fullest rank needs little memory, ignoring the limit."""
     table = _MemoryTable(parts, placement, in_flight)
     start = even(CutTable(parts, placement, None))
     return searched(table, improved(table, start))

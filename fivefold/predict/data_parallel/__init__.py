@@ -1,1 +1,1 @@
-"""How long what data-parallel ranks send takes, and the optimizer's update."""
+"""Times of data-parallel communication and of the optimizer's update."""

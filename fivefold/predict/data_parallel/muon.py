@@ -31,7 +31,8 @@ which writes 16 bits."""
 def orthogonalising_seconds(
     layout: Layout, cluster: Cluster, stages: Iterable[StageParts]
 ) -> float:
-    """Seconds on the rank with most work of those that share the matrices of some stages.
+    """Seconds for Muon to orthogonalise the matrices of some stages, on the busiest of the ranks
+    that share them.
 
     Work is dealt out evenly, but no matrix to several ranks; parts come and go in one round.
     """
@@ -61,8 +62,8 @@ def orthogonalising_seconds(
 
 
 def least_orthogonalising(config: Config, gpu: Gpu, ep: int) -> tuple[float, float]:
-    """Seconds of all dense matrices of the model, and of those of a rank's experts of each layer:
-    no less than what the ranks that share them take together."""
+    """Seconds for all dense matrices of the model, and for a rank's experts in each layer: a lower
+    bound on the total of the ranks that share them."""
     if config.optimizer.optimizer != "muon":
         return 0.0, 0.0
     model, steps = config.model, config.optimizer.muon_num_ns_steps
@@ -79,7 +80,7 @@ def least_orthogonalising(config: Config, gpu: Gpu, ep: int) -> tuple[float, flo
 
 
 def orthogonalising_bytes(layout: Layout, stages: Iterable[StageParts]) -> float:
-    """Bytes that a rank needs meanwhile, beside its state.
+    """Bytes that a rank needs temporarily, in addition to its state.
 
     A matrix as it is put together, before and after an iteration, and two squares of its short
     side; or, before, the parts that it sends, their message, and the one that it gets.
@@ -119,7 +120,7 @@ def _held(
 
 @lru_cache(maxsize=4096)
 def _matrices(model: ModelConfig, stage: ModelParts) -> tuple[tuple[Weight, int], ...]:
-    """The matrices of a stage's layers that are trained, and how often it has each."""
+    """The trained matrices of a stage's layers, and how many of each it has."""
     kinds = kinds_of(model, stage.layers).items()
     parts = [(ModelParts((layer_kinds(model)[kind],)), count) for kind, count in kinds]
     if stage.mtp:

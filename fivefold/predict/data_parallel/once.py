@@ -1,7 +1,8 @@
-"""Predicts what data-parallel ranks send once a step: before first forwards, after last backwards.
+"""Predicts data-parallel communication once a step: gathers before first forwards, reductions after
+last backwards.
 
-Both have times of their own in the program, so that they hide only where time passes anyway: what
-makes an action shorter never makes a step longer.
+Both have times of their own within the pipeline program, so that they are hidden only where ranks
+would wait anyway: making an action shorter never makes a step longer.
 """
 
 from collections import defaultdict
@@ -19,7 +20,7 @@ UNKNOWN = 1e9  # seconds of an update that hides what it may
 
 @dataclass(frozen=True)
 class Once:
-    """What is sent once a step, in seconds for each stage of a program.
+    """Communication once a step, in seconds for each stage of a program.
 
     Attributes:
         placement: rank of each stage.
@@ -41,10 +42,10 @@ class Once:
     slowdown: float
 
     def arrived(self, starts: Sequence[float], ends: Sequence[float]) -> float:
-        """When all sums have arrived.
+        """When all reductions have arrived.
 
-        Those of a rank travel one stage's after the other's, the last message of each after the
-        backward.
+        The reductions of a rank's stages run one after the other, the last message of each after
+        the backward.
 
         Args:
             starts: of each stage, when its last computation of weight gradients starts.
@@ -62,16 +63,16 @@ class Once:
 
 
 def arrival(start: V, end: V, moved: V, alone: V, slowdown: float) -> V:
-    """When sums have arrived, in seconds, that travel beside the backward from `start` to `end`
-    which makes them: all for `moved` seconds, of which the last message's come after it alone."""
+    """Time in seconds at which reductions arrive that overlap the backward from `start` to `end`:
+    they take `moved` seconds, and their last message starts only after the backward."""
     return greater(start + moved, end + alone) + slowdown * lesser(end - start, moved - alone)
 
 
 def delays(
     gpu: Gpu, parallel: ParallelConfig, gathered: V, forward: V, layers: V, update: float
 ) -> tuple[V, V]:
-    """Exposed seconds of gathering the parameters of a stage's first layer, which the update may
-    hide, and those of its other layers beside the first forward.
+    """Exposed seconds of gathering a stage's parameters: of its first layer, which the update may
+    hide, and of its other layers, which the first forward may hide.
 
     `gathered`: seconds to gather all; `forward`, `update`: seconds of these; `layers`: at least 1.
     """
@@ -81,7 +82,7 @@ def delays(
 
 
 def hides_gathers(parallel: ParallelConfig) -> bool:
-    """Whether anything hides gathers that are sent once a step."""
+    """Whether anything hides gathers that are made once a step."""
     return parallel.overlap_param_gather or parallel.overlap_param_gather_with_optimizer_step
 
 
@@ -94,7 +95,7 @@ def sent_once(
     update: float,
     by_block: bool,
 ) -> Once:
-    """What is sent once a step: nothing by ZeRO-3, of ZeRO-2 the weights.
+    """Communication once a step: none for ZeRO-3, only weights for ZeRO-2.
 
     Args:
         gpu: the GPU.

@@ -1,4 +1,4 @@
-"""Predicts the times of what data-parallel ranks send: gathered parameters, reduced gradients."""
+"""Predicts the times of data-parallel communication: gathering parameters, reducing gradients."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ COPIED = 6.0
 
 @dataclass(frozen=True)
 class Moves:
-    """What data parallelism sends for one stage.
+    """Data-parallel communication of one stage.
 
     Attributes:
         gathered: seconds to gather its parameters once.
@@ -48,9 +48,9 @@ class Moves:
 def exposed(
     gpu: Gpu, work: Phases, gathered: float, reduced: float, *, apart: bool, again: int = 1
 ) -> Phases:
-    """Exposed seconds of what every microbatch sends beside its `work`: parameters that its forward
-    gathers once and its backward `again` times, and gradients that this one's dW makes, which may
-    be computed `apart` from dX."""
+    """Exposed seconds of the communication of each microbatch: gathers for its forward and `again`
+    times for its backward, and the reduction of gradients, whose dW may be computed `apart` from
+    dX."""
     forward, arriving = overlapped(gpu, work.forward, gathered), again * gathered
     if apart:
         dx, dw = overlapped(gpu, work.dx, arriving), overlapped(gpu, work.dw, reduced)
@@ -59,27 +59,27 @@ def exposed(
 
 
 def data_groups(layout: Layout, cluster: Cluster) -> tuple[GroupSpan, GroupSpan]:
-    """The groups of ranks that share dense state, and the state of experts."""
+    """The groups of ranks that share the state of dense parameters, and of experts."""
     grid = layout.grid
     shard = span(cluster, grid.dp_shard * grid.cp, grid.tp)
     return shard, span(cluster, _together_for_experts(layout), grid.ep * grid.etp)
 
 
 def _replicas(layout: Layout, cluster: Cluster) -> tuple[GroupSpan, GroupSpan]:
-    """The groups of ranks that hold replicas of these."""
+    """The groups of ranks that hold replicas of the state of dense parameters, and of experts."""
     grid, shards = layout.grid, _together_for_experts(layout)
     replica = span(cluster, grid.dp_replicate, grid.tp * grid.cp * grid.dp_shard)
     return replica, span(cluster, grid.edp // shards, grid.ep * grid.etp * shards)
 
 
 def _together_for_experts(layout: Layout) -> int:
-    """Ranks that share the state of experts, or, if none do, that sum their gradients."""
+    """Number of ranks that share the state of experts, or that sum their gradients if none do."""
     shared = layout.config.parallel.sharding.splits_optimizer
     return num_expert_shards(layout) if shared else layout.grid.edp
 
 
 def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts) -> Moves:
-    """The transfers of a stage's parameters and gradients, block by block or in buckets."""
+    """The communication of a stage's parameters and gradients, block by block or in buckets."""
     parallel = layout.config.parallel
     shard, expert = data_groups(layout, cluster)
     wire = software.gradient_bytes or layout.config.sent_gradient_bytes
@@ -146,7 +146,7 @@ def _broadcast(
     groups: tuple[GroupSpan, GroupSpan],
     software: Software,
 ) -> float:
-    """Seconds in which ranks broadcast the parameters of a stage that they have updated."""
+    """Seconds for ranks to broadcast the stage's parameters that they have updated."""
     seconds, each_alone = 0.0, replace(software, by_tensor=True)
     for group in dict.fromkeys(groups):
         own = [
@@ -192,7 +192,7 @@ def _together(
 def _buckets(
     layout: Layout, spec: StageParts, shard: GroupSpan, expert: GroupSpan
 ) -> Iterator[tuple[GroupSpan, int]]:
-    """The group and the elements of each bucket of a stage's gradients."""
+    """The group and the number of elements of each bucket of a stage's gradients."""
     blocks, limit = stage_blocks(layout, spec, trained=True), layout.config.parallel.ddp_bucket_size
     dense = [prod(shape) for block in blocks for shape in block.dense * block.count]
     experts = [prod(shape) for block in blocks for shape in block.experts * block.count]

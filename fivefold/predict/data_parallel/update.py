@@ -26,8 +26,7 @@ KERNELS = 20
 def update_seconds(
     cluster: Cluster, policy: StatePolicy, parameters: V, kernels: int = KERNELS
 ) -> V:
-    """Seconds of so many kernels of a rank's update on its device, of the parameters whose state it
-    keeps."""
+    """Seconds of a rank's update on its device, for the parameters whose state it keeps."""
     copy = policy.compute if policy.compute != policy.master else 0.0
     state = policy.master + policy.moments  # read and written
     here = policy.gradient + 2 * state + copy - policy.compute * policy.masters_apart
@@ -37,8 +36,8 @@ def update_seconds(
 
 
 def summing_seconds(cluster: Cluster, config: Config, narrow: V, experts: V) -> V:
-    """Seconds of kernels of their own that add a microbatch's gradients to the sum of earlier ones:
-    they are read, and the sum is read and written.
+    """Seconds of separate kernels that add a microbatch's gradients to those of earlier ones: they
+    read gradients, and read and write the sum.
 
     Products that compute gradients add them up themselves, but for grouped ones of experts, and
     those of 8 and 4 bits.
@@ -57,7 +56,7 @@ def summing_seconds(cluster: Cluster, config: Config, narrow: V, experts: V) -> 
 
 
 def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: V) -> V:
-    """Seconds of a rank's update of state in host memory, with the copies that go on meanwhile.
+    """Seconds of a rank's update of state in host memory, including copies.
 
     The gradients are there. On the host, clipping reads and writes them, AdamW reads them and reads
     and writes masters and moments, and weights are written in the compute type from the masters, to
@@ -82,7 +81,7 @@ def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: V) -> V:
 
 
 def faster_on_device(cluster: Cluster, policy: StatePolicy) -> bool:
-    """Whether state in host memory is updated sooner if it comes to the device for that."""
+    """Whether state in host memory is updated sooner by copying it to the device."""
     there, here = (
         offload_seconds(cluster, replace(policy, offloaded=1.0, visits=visits), 1.0)
         for visits in (True, False)
@@ -91,8 +90,8 @@ def faster_on_device(cluster: Cluster, policy: StatePolicy) -> bool:
 
 
 def bringing_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -> float:
-    """Seconds to bring weights that are not on the device there once, from a disk while others are
-    copied; `parameters`: number of those that the rank keeps."""
+    """Seconds to copy offloaded weights to the device once, while others are read from a disk;
+    `parameters`: the number that the rank keeps."""
     rate = cluster.host_bandwidth
     if policy.away_on_disk:
         rate = min(rate, cluster.disk_bandwidth / cluster.sharing)
@@ -102,9 +101,9 @@ def bringing_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -
 def leaving_seconds(
     cluster: Cluster, policy: StatePolicy, parts: Iterable[tuple[float, int]], backward: float
 ) -> float:
-    """Seconds by which gradients arrive on the host after the backwards that compute them.
+    """Seconds by which copies of gradients to the host end after the backwards that compute them.
 
-    From the second time on that they leave, their sum comes back meanwhile.
+    After the first copy, the host's sum is copied back at the same time, to be added to.
 
     Args:
         cluster: the hardware.
@@ -130,5 +129,5 @@ def _rounding(policy: StatePolicy) -> float:
 
 
 def _widening(policy: StatePolicy) -> float:
-    """Bytes per parameter that a copy of the gradient in fp32 takes: read once, written."""
+    """Bytes per parameter for a copy of the gradient in fp32: read once, written once."""
     return policy.gradient + 4.0 if policy.gradient < 4 else 0.0

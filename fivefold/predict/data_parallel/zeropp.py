@@ -94,7 +94,8 @@ def reduction_seconds(cluster: Cluster, sent: Together) -> float:
 
 
 def least_bytes(config: Config) -> tuple[float, float | None]:
-    """Bytes that a weight's gather and a gradient's reduction send at least; None: as without."""
+    """Lower bounds on the bytes sent per weight gathered and per gradient reduced; None: as without
+    ZeRO++."""
     parallel = config.parallel
     narrow = parallel.zero_quantized_weights or config.training.fp8_param_gather
     weight = 1.0 if narrow else _WEIGHT

@@ -1,1 +1,1 @@
-"""How much memory a rank needs, and when in the step most."""
+"""Predicts the memory of each rank, and when in the step it peaks."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fivefold.config.training import ELEMENT_BYTES
-from fivefold.counts.blocks import GatheredBlock, layer_block
+from fivefold.counts.blocks import GatheredBlock
 from fivefold.description.activations import loss_bytes, loss_gradient_bytes, total
 from fivefold.predict.memory.passage import Change, Passage
 from fivefold.predict.memory.points import ActPoint, gathers
@@ -34,7 +34,7 @@ def backward_points(
 
 @dataclass(frozen=True)
 class _Walk:
-    """The points on a backward's way at which memory may peak.
+    """The points of a backward at which memory may peak, in order.
 
     Attributes:
         route: what it meets.
@@ -60,13 +60,23 @@ class _Walk:
 
     @property
     def _waiting(self) -> float:
-        """Bytes of it that wait, whole, until the ends of the stage are reduced; those of a table
-        that is also the embedding's until its other gradient is there."""
+        """Bytes of this gradient that are kept whole until the ends of the stage are reduced; that
+        of a tied embedding until its other gradient exists."""
         if self.passage.deferred:
             return 0.0
         if self.route.policy.reduces:
             return self._of_head
         return self.route.vocabulary * self.passage.tied(self.route.stage)
+
+    def _looked_up(self, place: int) -> float:
+        """Bytes of the embedding's new gradient that predictions behind a layer of the stage have
+        made: it waits, whole, until the ends are reduced. One of a tied table is added to."""
+        route, passage = self.route, self.passage
+        model = route.layout.config.model
+        apart = model.untie_embeddings_and_output_weights and not passage.deferred
+        if not (apart and route.policy.reduces and place < max(route.predictions, default=-1)):
+            return 0.0
+        return route.vocabulary * passage.fresh
 
     @property
     def _of_embedding(self) -> float:
@@ -105,7 +115,7 @@ class _Walk:
         if route.numbers:
             point = ActPoint("the reductions", -sum(route.kept), route.gone, done=True)
             own = next(part for parts in reversed(route.parts) for part in parts if part.size)
-            yield self._ended(point, self.passage.end_of(own), route.copies.but())
+            yield self._ended(point, self.passage.end_of(own), route.copies.but(), -1)
 
     def _in_layers(self) -> Iterator[ActPoint]:
         """In the last layer, where a gated MLP's gradients and weight gradient meet; at the end of
@@ -125,11 +135,14 @@ class _Walk:
             again = again._replace(remade=remade, communication=route.messages[3])
             yield again._replace(gradients=self._waiting, resharded=point.resharded)
         for place, inside in route.states:
-            change = _behind(route, passage, place, inside, route.own_until_states(place))
-            yield self._ended(inside, change, route.copies.but("ends", "rest", "beside"))
+            own, experts = route.own_until_states(place), route.parts[place][0]
+            apart = (experts,) if experts.size else ()
+            change = _behind(route, passage, place, inside, own, *apart)
+            gathered = route.copies_at(place).but("ends", "rest", "beside")
+            yield self._ended(inside, change, gathered, place)
         for place, inside in route.other_mixers:
             change = _behind(route, passage, place, inside, sum(p.size for p in route.parts[place]))
-            yield self._ended(inside, change, inside.resharded)
+            yield self._ended(inside, change, inside.resharded, place)
         if last:
             inside, size = route.first_layer
             yield self._in_first(inside._replace(gradients=self._waiting + size * self._fresh))
@@ -146,10 +159,12 @@ class _Walk:
                 read = each.read + route.read[last]
                 beside = each._replace(where=where, activations=activations, over=1, read=read)
                 gradients = after.gradients + each.gradients - self._waiting
-                yield self._ended(beside, after._replace(gradients=gradients), point.resharded)
-        largest = route.largest
-        if largest < last and (passage.reduces or passage.first):
-            yield from self._end_of(largest, point, *route.other_than(largest))
+                change = after._replace(gradients=gradients)
+                gathered = route.copies_at(last - 1).but("ends", "experts", "rest", "beside")
+                yield self._ended(beside, change, gathered, last - 1)
+        if passage.reduces or passage.first:
+            for place in route.largest - {last}:
+                yield from self._end_of(place, point)
 
     def _in_first(self, point: ActPoint) -> ActPoint:
         """Such a point of the last layer in the first one, which is taken to be like it, but that
@@ -161,20 +176,20 @@ class _Walk:
         activations, over = point.activations - sum(route.kept[1:]), len(route.numbers) - 1
         read = point.read + sum(route.read[1:])
         first = point._replace(where=where, activations=activations, over=over, read=read)
-        gathered = route.copies.but("ends", "experts", "rest")
-        return self._ended(first, change, gathered)
+        gathered = route.copies_at(0).but("ends", "experts", "rest")
+        return self._ended(first, change, gathered, 0)
 
-    def _end_of(self, place: int, point: ActPoint, *done: GatheredBlock) -> Iterator[ActPoint]:
-        """The end of a layer's experts, and its own, after that of all behind it and of `done`.
+    def _end_of(self, place: int, point: ActPoint) -> Iterator[ActPoint]:
+        """The end of a layer's experts, and its own, after that of all behind it.
 
         `point`: that within the last layer.
         """
         route = self.route
-        passage = self.passage
-        name = "the last layer" if place == len(route.numbers) - 1 else "the largest layer"
-        before, behind = ("beside",) if place else (), sum(route.kept[place + 1 :])
+        copies, behind = route.copies_at(place), sum(route.kept[place + 1 :])
         over, read = len(route.numbers) - place - 1, sum(route.read[place + 1 :])
+        name = ("the last layer", "the layer before the last", "the largest layer")[min(over, 2)]
         experts, rest = route.parts[place]
+        done = route.behind(place)
         if experts.size and (inner := route.in_experts(place)):
             inside = inner._replace(
                 where=f"the experts of {name}",
@@ -182,22 +197,42 @@ class _Walk:
                 over=over,
                 read=read + inner.read,
             )
-            gathered = route.copies.but("ends", "rest", *before)
-            yield self._ended(inside, passage.end_of(experts, *done), gathered)
+            yield from self._reducing(inside, place, experts, done, copies.but("ends", "rest"))
             done = (*done, experts)
-        activations = -behind - route.kept[place]
         end = point._replace(
             where=f"the end of {name}",
             remade=0.0,
             working=0.0,
-            activations=activations,
+            activations=-behind - route.kept[place],
             over=over + 1,
             read=read + route.read[place],
         )
-        yield self._ended(end, passage.end_of(rest, *done), route.copies.but("ends", *before))
+        yield from self._reducing(end, place, rest, done, copies.but("ends"))
+
+    def _reducing(
+        self,
+        point: ActPoint,
+        place: int,
+        block: GatheredBlock,
+        done: tuple[GatheredBlock, ...],
+        gathered: float,
+    ) -> Iterator[ActPoint]:
+        """Where all gradients of a block of a layer are there, after those of `done`, whose last
+        one's message is not yet free, nor are its own copies; and where they are reduced.
+
+        `gathered`: what is gathered besides both that and what is beside the layer.
+        """
+        passage, copies = self.passage, self.route.copies_at(place)
+        gathered += copies.beside
+        if passage.reduces and done and copies.most:
+            change = passage.after(done[-1], *done)
+            change = change._replace(gradients=change.gradients + block.size * passage.fresh)
+            yield self._ended(point, change, gathered + block.copied(passage.policy), place)
+        yield self._ended(point, passage.end_of(block, *done), gathered, place)
 
     def _ends(self) -> Iterator[ActPoint]:
-        """The embedding, beside the last message of the layers, and the ends of the stage."""
+        """The points at the embedding, beside the last message of the layers, and at the ends of
+        the stage."""
         route = self.route
         ends, *blocks = route.blocks
         over = ActPoint("the embedding", -sum(route.kept), route.gone, done=True)
@@ -208,7 +243,7 @@ class _Walk:
             if blocks:
                 after = self.passage.after(route.parts[0][1], *blocks)
             made = after._replace(gradients=after.gradients + table)
-            yield self._ended(over, made, route.copies.but("ends"))
+            yield self._ended(over, made, route.copies.but("ends"), -1)
         if route.policy.sent and self.passage.last:
             sent = sum(block.count * block.size for block in route.blocks) * route.policy.sent
             yield over._replace(where="the messages", gradients=sent)
@@ -218,10 +253,12 @@ class _Walk:
             own = over._replace(where="the ends of the stage", **end._asdict())
             yield own._replace(resharded=end.resharded + route.copies.but())
 
-    def _ended(self, point: ActPoint, change: Change, gathered: float) -> ActPoint:
-        """A point with what has changed, and so much less gathered."""
+    def _ended(self, point: ActPoint, change: Change, gathered: float, place: int) -> ActPoint:
+        """The point after a change, with this many gathered bytes fewer, in the layer at a place
+        of the stage; -1: before all layers."""
         gradients, made, resharded = change
-        gradients, resharded = gradients + self._waiting, resharded + gathered
+        gradients += self._waiting + self._looked_up(place)
+        resharded += gathered
         return point._replace(gradients=gradients, made=made, resharded=resharded)
 
 
@@ -252,15 +289,16 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
         yield head._replace(working=dx)
 
 
-def _behind(route: Route, passage: Passage, place: int, point: ActPoint, own: float) -> Change:
-    """What has changed when all layers behind this one are done, and `own` elements of its own.
+def _behind(
+    route: Route, passage: Passage, place: int, point: ActPoint, own: float, *done: GatheredBlock
+) -> Change:
+    """The change when all layers behind this one are done, and of this one the blocks `done` and
+    `own` further elements.
 
-    FSDP2 keeps new gradients until it has all of a layer's; others are added up one by one.
+    FSDP2 keeps new gradients until it has all of a block's; others are added up one by one.
     """
-    behind = [layer_block(route.layout, n, trained=True) for n in route.numbers[place + 1 :]]
-    change = Change(0.0, 0.0, 0.0)
-    if behind:
-        change = passage.after(route.parts[place + 1][1], *behind)
+    done = (*route.behind(place), *done)
+    change = passage.after(done[-1], *done) if done else Change(0.0, 0.0, 0.0)
     policy, fresh, made = route.policy, 0.0, change.made
     if not policy.splits_optimizer:
         made += own * policy.gradient * (policy.remade and passage.first)

@@ -66,7 +66,7 @@ class Moments:
     unmade: NDArray[np.float64]
 
     def phases(self) -> Iterator[tuple[str, NDArray[np.intp]]]:
-        """The phases of the step that occur, with the indices of their actions."""
+        """The phases of the step that occur, each with the indices of its actions."""
         for number, name in enumerate(_PHASES):
             found = np.flatnonzero(self.backwards == number)
             if len(found):

@@ -81,7 +81,8 @@ class Passage:
         return policy.reducing - policy.fresh if policy.reducing else policy.gradient
 
     def end_of(self, block: GatheredBlock, *done: GatheredBlock) -> Change:
-        """When all gradients of a block are there, and those `done` before are reduced."""
+        """The change when all gradients of a block exist, and those of the blocks `done` before are
+        reduced."""
         policy, size = self.policy, block.size
         made, resharded = self._made(done), self._resharded(done)
         if not self.reduces:
@@ -104,13 +105,13 @@ class Passage:
         return max(Change(size * self.fresh, made, resharded), reduced, key=sum)
 
     def _comes_back(self, block: GatheredBlock) -> bool:
-        """Whether the host's sum of a block's gradients comes back to be added to, which the device
-        does not keep for replicas."""
+        """Whether the host's sum of a block's gradients is copied back to be added to."""
         sums = not self.first and not partial_sums(self.layout, block).size
         return sums and self.policy.offloaded > 0
 
     def _divided(self, block: GatheredBlock) -> int:
-        """Gradients of a block that FSDP2 divides by one into a copy: where none shares them."""
+        """Number of gradients of a block that FSDP2 divides by one into a copy, in groups of one
+        rank."""
         grid = self.layout.grid
         replicas, shards = grid.dp * grid.cp, num_shards(self.layout)
         if not block.dense:
@@ -131,7 +132,8 @@ class Passage:
         return sent + each * shard * (each != kept)
 
     def after(self, sent: GatheredBlock, *done: GatheredBlock) -> Change:
-        """While a backward computes after blocks are `done`, of which one was `sent` last."""
+        """The change while a backward computes after blocks are `done`, the last reduction being
+        that of `sent`."""
         policy, message = self.policy, 0.0
         if self.reduces:
             message = sent.size * self._message
@@ -140,7 +142,7 @@ class Passage:
         return Change(message, self._made(done), self._resharded(done))
 
     def _made(self, done: tuple[GatheredBlock, ...]) -> float:
-        """Bytes of gradients that are there now and were not before; negative if they are less."""
+        """Bytes of gradients that the backward has added; negative if there are fewer."""
         policy = self.policy
         if not policy.remade or (policy.splits_gradient and not self.first):
             return 0.0
@@ -150,7 +152,7 @@ class Passage:
         return now if self.first else now - whole
 
     def _resharded(self, done: tuple[GatheredBlock, ...]) -> float:
-        """Bytes of permanent copies, negative, that are no longer needed in the step."""
+        """Bytes (negative) of permanent copies of weights that the step no longer needs."""
         if self.policy.splits_copy or not (self.reduces and self.last):
             return 0.0
         return -sum(block.count * block.copied(self.policy) for block in done)
@@ -158,11 +160,11 @@ class Passage:
 
 @dataclass(frozen=True)
 class Copies:
-    """Bytes of the copies that are gathered to compute with, while a backward passes a stage.
+    """Bytes of gathered weights during a backward through a layer of a stage.
 
     Attributes:
         ends: of the stage's ends.
-        experts, rest: of the last layer.
+        experts, rest: of the layer.
         beside: of what is gathered beside it: the layer before, without experts gathered apart.
         message: of the message of what is gathered last in a layer, from which its copy is made; 0
             where a rank gathers from itself. In a forward it stays until the next one.
@@ -182,8 +184,8 @@ class Copies:
     ends_unpacked: float = 0.0
 
     @classmethod
-    def of(cls, layout: Layout, stage: StageParts, policy: StatePolicy) -> "Copies":
-        """Those of a stage."""
+    def of(cls, layout: Layout, stage: StageParts, policy: StatePolicy, place: int) -> "Copies":
+        """The gathered weights in the layer at this place of a stage; -1: it has no layers."""
         if not policy.splits_copy:
             return cls()
         ends, *layers = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
@@ -196,7 +198,7 @@ class Copies:
         model, several = layout.config.model, num_shards(layout) > 1
         numbers = [
             layer
-            for layer in all_layers(model, stage)
+            for layer in all_layers(model, stage)[: place + 1]
             if layer < model.num_layers or model.starts_prediction(layer)
         ]
         experts, rest, before = 0.0, 0.0, 0.0
@@ -212,7 +214,7 @@ class Copies:
         return cls(copied, experts, rest, before, message, most, unpacked, ends_unpacked)
 
     def but(self, *names: str) -> float:
-        """Bytes, negative, by which there are fewer than `most` where these are there."""
+        """Bytes (negative) by which the gathered weights are below `most` when only these exist."""
         return sum(getattr(self, name) for name in names) - self.most if self.most else 0.0
 
 

@@ -247,8 +247,8 @@ def _worst_points(running: Acts, sizes: list[StageBytes]) -> list[ActPoint]:
 
 
 def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64]]:
-    """Bytes held since before the running action, for every moment; negative of gradients that are
-    not there yet."""
+    """Bytes held since before the running action, for every moment; negative for gradients that do
+    not exist yet."""
     kept, entry, loss, waiting, gradients, narrow = np.array(
         [
             (size.kept, size.entry, size.loss, size.waiting, size.gradients, size.narrow)

@@ -49,7 +49,7 @@ class ActPoint(NamedTuple):
 
 
 def gathers(copies: Copies, start: ActPoint) -> Iterator[ActPoint]:
-    """Where the ends of a stage and its last layer have just been gathered, beside their messages;
+    """Points right after the ends of a stage and its last layer were gathered, with their messages,
     and where a message is unpacked, which needs more.
 
     `start`: what there is before.

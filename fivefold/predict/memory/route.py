@@ -1,4 +1,4 @@
-"""What a backward meets in a stage of the pipeline; sizes are bytes on one device."""
+"""The layers of a stage as a backward passes them; sizes are bytes on one device."""
 
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property
@@ -17,6 +17,7 @@ from fivefold.predict.memory.sizes import (
     last_linears,
     remade_at_once,
     tiled_sums,
+    trained_by,
 )
 from fivefold.predict.memory.stage_sizes import StageSizes
 
@@ -24,7 +25,7 @@ _INSIDE = Activation | CoreAttention | Recurrence
 
 
 class Route(StageSizes):
-    """What a backward meets in a stage: points within its layers."""
+    """Points within the layers of a stage that a backward passes."""
 
     @cached_property
     def last_layer(self) -> tuple[ActPoint, ActPoint]:
@@ -36,14 +37,10 @@ class Route(StageSizes):
         """
         return self._in_layer(len(self.numbers) - 1)
 
-    @cached_property
-    def _start(self) -> ActPoint:
-        """The beginning of the last layer's backward, without what is recomputed."""
-        return ActPoint(
-            "the last layer",
-            loss=self.gone,
-            resharded=self.copies.but("ends", "experts", "rest", "beside"),
-        )
+    def _start(self, place: int) -> ActPoint:
+        """The beginning of a layer's backward, as if the last, without what is recomputed."""
+        gathered = self.copies_at(place).but("ends", "experts", "rest", "beside")
+        return ActPoint("the last layer", loss=self.gone, resharded=gathered)
 
     def _messages_of(self, kind: LayerKind) -> float:
         """Bytes of messages in the backward of a layer of a kind."""
@@ -52,28 +49,31 @@ class Route(StageSizes):
         return self.messages[1 if kind.softmax else 0]
 
     def own_until_states(self, place: int) -> float:
-        """Trained elements of a layer whose gradients are there when those of its states are made:
-        most of them, if an MLP follows."""
-        layer = self.described(place)
-        if layer.kind.mixer is None:
-            return sum(part.size for part in self.parts[place])
-        return last_linears(self.layout, layer)
+        """Trained elements behind a layer's states whose gradients wait there for the others of
+        their block: without those of experts that are reduced apart."""
+        ((at, _),) = self._making_again(place)
+        behind, apart = self.described(place).operations[at + 1 :], self.policy.experts_apart
+        return sum(
+            trained_by(self.layout, operation)
+            for operation in behind
+            if not (apart and any(weight.of_experts for weight in operation.weights))
+        )
 
     def _remade(self, place: int) -> float:
-        """Bytes recomputed at a time where a layer's backward runs: as many as anywhere, unless
-        layers have one mixer each."""
+        """Bytes recomputed at a time in a layer's backward: the maximum over layers, unless layers
+        have one mixer each."""
         alike = self.described(place).kind.mixer is None
         return self.tokens * remade_at_once(self.running, self.layers, None if alike else place)
 
     def _in_layer(self, place: int) -> tuple[ActPoint, ActPoint]:
-        """These points in any layer, as if it were the last."""
+        """The same points in any layer, as if it were the last."""
         running, layer = self.running_of(place), self.described(place)
         inputs, after = layer.last_input, layer.after_last_input
         at, inside = next((n, op) for n, op in enumerate(after) if isinstance(op, _INSIDE))
         share = share_at_once(running, inputs.rerun_by)
         working = self.tokens * inputs.working(running) * share
         working += tiled_sums(self.layout, layer, running)
-        start = self._start._replace(
+        start = self._start(place)._replace(
             working=working,
             remade=self._remade(place),
             communication=self._messages_of(layer.kind),
@@ -157,7 +157,8 @@ class Route(StageSizes):
         )
 
     def _making_again(self, place: int) -> list[tuple[int, Recurrence | SparseAttention]]:
-        """The operation of a layer whose backward makes much again, with its place, if any does."""
+        """The operation of a layer whose backward recomputes most, with its place; None if there is
+        none."""
         operations = self.described(place).operations
         kinds = Recurrence | SparseAttention
         return [(n, op) for n, op in enumerate(operations) if isinstance(op, kinds)]
@@ -169,14 +170,15 @@ class Route(StageSizes):
         if isinstance(op, Recurrence):  # besides the residual stream's, those of heads and of gates
             grads += 2 * running.by_heads(op.sizes.size)
         working = self.tokens * (op.working(running) + grads)
-        point = self._start._replace(working=working, communication=self.messages[0])
+        point = self._start(place)._replace(working=working, communication=self.messages[0])
         again = remade_at_once(running, self.layers, place)
         point = point._replace(remade=self.tokens * again)
         point = self._without(point, place, operations[at + 1 :])
         return self._behind(place, point, where)
 
     def _behind(self, place: int, point: ActPoint, where: str) -> ActPoint:
-        """A point within a layer, given as if it were the last, behind which there are others."""
+        """A point within a layer, corrected for the layers behind it, which its computation left
+        out."""
         return point._replace(
             where=where,
             activations=point.activations - sum(self.kept[place + 1 :]),

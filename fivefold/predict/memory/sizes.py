@@ -1,4 +1,4 @@
-"""What layers hold while their backward runs, and what messages take."""
+"""Memory of layers during their backward, and of message buffers."""
 
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -12,30 +12,30 @@ from fivefold.layout import Layout
 
 
 def deferred_bytes(operations: Iterable[Operation], running: Running) -> float:
-    """Bytes per token that their weight gradients need: x and dY of linear layers."""
+    """Bytes per token that deferred weight gradients need: x and dY of linear layers."""
     waiting = (op for op in operations if not (op.frozen or running.tiles(op.rerun_by)))
     return sum(each.deferred(running) for each in waiting)
 
 
 def first_linear(layout: Layout, layer: Layer) -> float:
     """Parameters of an MLP's projections into its inner features, on one rank."""
-    return max((_trained_by(layout, linear) for linear in layer.last_inputs), default=0)
+    return max((trained_by(layout, linear) for linear in layer.last_inputs), default=0)
 
 
 def last_linears(layout: Layout, layer: Layer) -> float:
     """Parameters of an MLP's projections out of its inner features, on one rank."""
     inward = layer.last_inputs
-    return sum(_trained_by(layout, op) for op in layer.after_last_input if op not in inward)
+    return sum(trained_by(layout, op) for op in layer.after_last_input if op not in inward)
 
 
-def _trained_by(layout: Layout, operation: Operation) -> int:
-    """Parameters of the weights of a trained operation that it multiplies with, on one rank."""
+def trained_by(layout: Layout, operation: Operation) -> int:
+    """Number of trained parameters that an operation multiplies with, on one rank."""
     grid, weights = layout.grid, () if operation.frozen else operation.multiplied
     return sum(prod(weight.local(grid.tp, grid.ep, grid.etp)) for weight in weights)
 
 
 def tiled_sums(layout: Layout, layer: Layer, running: Running) -> float:
-    """Bytes of the weight gradients that the tiles of an MLP add up, in at least fp32."""
+    """Bytes of the weight gradients that the tiles of an MLP accumulate, in at least fp32."""
     tiled = [op for op in layer.mlp if running.tiles(op.rerun_by) and not op.frozen]
     sizes = (prod(weight.local(layout.grid.tp)) for op in tiled for weight in op.multiplied)
     return max(running.element_bytes, 4) * sum(sizes)
@@ -55,8 +55,8 @@ def remade_at_once(running: Running, layers: Sequence[Saved], place: int | None 
 
 
 def buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float, ...]:
-    """Bytes of messages between stages, and the same with those of attention, of experts in a
-    backward, and of experts in a forward.
+    """Bytes of message buffers between stages; the same with those of attention, with those of
+    experts in a backward, and in a forward.
 
     They are gathered keys and values, and rows of tokens on their way to and from experts; in a
     forward, results of the rows of all ranks that split each expert, and the same sorted by rank.

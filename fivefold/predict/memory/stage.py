@@ -130,7 +130,7 @@ class _Actions:
 
     @cached_property
     def _moving(self) -> float:
-        """Bytes of the activations of two layers that are on their way from or to the host."""
+        """Bytes of the activations of two layers that are being copied to or from the host."""
         route = self.route
         return 2 * route.tokens * max((each.offloaded for each in route.layers), default=0.0)
 
@@ -152,7 +152,7 @@ class _Actions:
 
     @cached_property
     def _further(self) -> list[ActPoint]:
-        """The loss, and where a forward has just gathered."""
+        """The points at the loss, and after a forward's gathers."""
         route, points = self.route, []
         if route.stage.head:
             loss = total(loss_bytes(route.layout.config.model, route.running))
@@ -169,7 +169,7 @@ class _Actions:
 
     @property
     def _passing(self) -> list[ActPoint]:
-        """Those of a forward that keeps only its input."""
+        """The points of a forward that keeps only its input."""
         loss = -self.route.gone
         further = [point._replace(working=point.working + loss) for point in self._further]
         return [self._forward._replace(working=self._moving + self._largest), *further]
@@ -206,14 +206,14 @@ class _Actions:
         ]
 
     def _coming_back(self, point: ActPoint) -> float:
-        """Bytes of offloaded activations that are back at a point of a backward: those of the layer
-        that runs and of the one before, half of what moves each."""
+        """Bytes of offloaded activations on the device at a point of a backward: those of the
+        running layer and of the previous one, half of the bytes in transit each."""
         left = 0 if point.done else min(len(self.route.layers) - point.over, 2)
         return self._moving * max(left, 0) / 2
 
     def _put_aside(self, point: ActPoint) -> float:
-        """Bytes that weight gradients to come keep at a point of B: after the loss those of the
-        output layer, then those of each layer, or part of one, that is over."""
+        """Bytes kept for deferred weight gradients at a point of B: those of the output layer after
+        the loss, then those of each layer, or part of one, that is done."""
         return self._of_head * (point.loss < 0) + point.read
 
     @cached_property
@@ -223,9 +223,8 @@ class _Actions:
         return route.tokens * deferred_by_ends(route.layout.config.model, head, route.running)
 
     def _run(self, point: ActPoint) -> float:
-        """Bytes that deferred weight gradients have read and freed at a point of W: all at the
-        embedding, its own at the output layer, which is first, and then those of layers that are
-        over, too."""
+        """Bytes that deferred weight gradients have freed at a point of W: at the output layer,
+        which is first, its own; then also those of finished layers; at the embedding all."""
         if point.done:
             layers = 0.0 if self.route.stage.embedding else sum(self.route.read)
             return self.waiting - layers

@@ -1,7 +1,8 @@
-"""What a stage of the pipeline keeps, gathers and sends; sizes are bytes on one device."""
+"""Sizes of a pipeline stage: what it keeps, gathers and sends, in bytes on one device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
 from fivefold.counts.policy import StatePolicy
@@ -20,7 +21,7 @@ from fivefold.predict.memory.sizes import (
 
 @dataclass(frozen=True)
 class StageSizes:
-    """What a backward meets in a stage, wherever it is.
+    """Sizes that every point of a stage's backward needs.
 
     Attributes:
         layout: layout of the stage.
@@ -38,12 +39,12 @@ class StageSizes:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The layers of the stage."""
+        """Indices of the stage's layers."""
         return all_layers(self.layout.config.model, self.stage)
 
     @cached_property
     def _placed(self) -> list[tuple[int, int]]:
-        """The layers with their places."""
+        """The stage's layers with their places."""
         return placed_layers(self.layout.config.model, self.stage)
 
     @cached_property
@@ -66,7 +67,7 @@ class StageSizes:
 
     @cached_property
     def gone(self) -> float:
-        """Bytes of the loss, negative."""
+        """Bytes (negative) of the loss, which is freed."""
         loss = loss_bytes(self.layout.config.model, self.running) if self.stage.head else {}
         return -self.tokens * total(loss).kept
 
@@ -84,18 +85,23 @@ class StageSizes:
 
     @cached_property
     def blocks(self) -> tuple[GatheredBlock, ...]:
-        """What is trained: the ends of the stage, then its layers, each kind with their number."""
+        """Trained parameters: the ends of the stage, then each kind of layer with its count."""
         whole = self.policy.whole_embedding
         return stage_blocks(self.layout, self.stage, trained=True, whole_embedding=whole)
 
     @cached_property
+    def copies_at(self) -> Callable[[int], Copies]:
+        """Gathered weights in the layer at a place."""
+        return cache(partial(Copies.of, self.layout, self.stage, self.policy))
+
+    @property
     def copies(self) -> Copies:
-        """What is gathered to compute with."""
-        return Copies.of(self.layout, self.stage, self.policy)
+        """Gathered weights in the last layer."""
+        return self.copies_at(len(self.numbers) - 1)
 
     @cached_property
     def parts(self) -> tuple[tuple[GatheredBlock, GatheredBlock], ...]:
-        """The experts of each layer of the stage, and the rest of it, as far as it is trained."""
+        """Trained parameters of each layer's experts, and of the rest of the layer."""
         model = self.layout.config.model
         known: dict[tuple[LayerKind, bool], tuple[GatheredBlock, GatheredBlock]] = {}
         kinds = [(layer_kind(model, n), n < model.num_layers) for n in self.numbers]
@@ -105,13 +111,30 @@ class StageSizes:
         return tuple(known[kind] for kind in kinds)
 
     @cached_property
-    def largest(self) -> int:
-        """Place of the layer, the first of those, of which most is trained together."""
+    def predictions(self) -> tuple[int, ...]:
+        """Places of the first layer of each further prediction."""
+        model = self.layout.config.model
+        starts = (i >= model.num_layers and model.starts_prediction(i) for i in self.numbers)
+        return tuple(place for place, is_start in enumerate(starts) if is_start)
+
+    @cached_property
+    def largest(self) -> frozenset[int]:
+        """Places of layers with the most trained parameters: the first such layer of all, and of
+        those before any further prediction; and the last such layer between two others."""
         sizes = [max(part.size for part in parts) for parts in self.parts]
-        return sizes.index(max(sizes))
+        before = sizes[: min(self.predictions, default=0)] or sizes
+        first = {each.index(max(each)) for each in (sizes, before)}
+        between = range(len(sizes) - 2, 0, -1)
+        return frozenset(first | {max(between, key=sizes.__getitem__, default=0)})
+
+    def behind(self, place: int) -> tuple[GatheredBlock, ...]:
+        """Trained parameters of the layers behind one, in the order of a backward."""
+        numbers = self.numbers[:place:-1]
+        blocks = (layer_block(self.layout, number, trained=True) for number in numbers)
+        return tuple(part for block in blocks for part in block.parts(self.policy) if part.size)
 
     def other_than(self, place: int) -> tuple[GatheredBlock, ...]:
-        """What is trained of all layers but one."""
+        """Trained parameters of all layers but one."""
         own = layer_block(self.layout, self.numbers[place], trained=True)
         return *self.blocks[1:], replace(own, count=-1)
 

@@ -1,1 +1,1 @@
-"""How long a pipeline program takes, for many sets of costs at once."""
+"""Times of pipeline programs, for many sets of costs at once."""

@@ -22,7 +22,7 @@ def rank_bounds(
     chunks: Values | float,
     most: Values | float,
 ) -> tuple[Values, Values, Values]:
-    """Lower bounds on the seconds of N programs, of which each rank has some.
+    """Lower bounds on the seconds of N programs from the work of one rank of each.
 
     The rank begins when a slice has passed the stages before it, and then has all its work. Then
     its last dX still has to travel to stage 0, while only deferred dW can run. Last, a chunk (a

@@ -91,9 +91,10 @@ class Clock:
     def walk(
         self, costs: Sequence[Costs], sent: Sequence[tuple[int, Once]]
     ) -> tuple[list[float], list[float]]:
-        """Seconds of the program for each set of costs, and by which what is sent lengthens it.
+        """Seconds of the program for each set of costs, and by how much communication once a step
+        lengthens it.
 
-        A long program becomes as much longer as the longest one that is walked.
+        A long program is lengthened by as much as the longest program that is walked.
 
         Args:
             costs: the sets.
@@ -154,13 +155,13 @@ class Clock:
         return sum(share * table.hidden(costs) for table, share in self.tables)
 
     def repeated(self, costs: Costs) -> float:
-        """Seconds of all ranks in forwards of whole stages that run again."""
+        """Seconds, over all ranks, of whole-stage forwards that are repeated."""
         return sum(share * table.repeated(costs) for table, share in self.tables)
 
 
 def _most_hidden(costs: Costs, own: Sequence[int]) -> float:
-    """Seconds that pairs hide at most of a microbatch in these stages of a rank: each forward may
-    have the partner that hides most."""
+    """Most seconds that pairs can hide for a microbatch in these stages: each forward may have the
+    partner that hides most."""
     if costs.fb is None:
         return 0.0
     backwards = [(stage, costs.b[stage] + costs.w[stage]) for stage in own]

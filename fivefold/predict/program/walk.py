@@ -80,7 +80,7 @@ class LeveledProgram:
 
     @classmethod
     def of(cls, program: Program) -> "LeveledProgram":
-        """The levels of a compute-only program."""
+        """The levels of a program without messages."""
         acts = [(rank, act) for rank, row in enumerate(program.ranks) for act in row]
         waits = _waits(program, [act for _, act in acts])
         before = [
@@ -152,7 +152,7 @@ class LeveledProgram:
         )
 
     def repeated(self, costs: Costs) -> float:
-        """Seconds of all ranks in forwards of whole stages that run again."""
+        """Seconds, over all ranks, of whole-stage forwards that are repeated."""
         slices = self.program.num_slices
         again = (each for each in self._counts if each[0].kind is Kind.R)
         return sum(count * costs.of(act, 1, slices) for act, count in again)

@@ -1,1 +1,1 @@
-"""How long operations, layers and stages take for a microbatch."""
+"""Times of operations, layers and stages for a microbatch."""

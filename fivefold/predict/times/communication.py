@@ -47,7 +47,8 @@ def span(cluster: Cluster, size: int, stride: int) -> GroupSpan:
 
 @lru_cache(maxsize=1 << 16)
 def _fewest(each: int, size: int, stride: int, groups: int) -> int:
-    """Fewest ranks of a group in one of its nodes of `each` GPUs; of `groups` x `stride` groups."""
+    """Fewest ranks of a group in any of its nodes of `each` GPUs, for `groups` groups of this
+    `stride`."""
     block = size * stride
     if size == 1 or stride >= each:
         return 1
@@ -119,8 +120,8 @@ def all_reduce(cluster: Cluster, group: GroupSpan, size: float) -> float:
 
 
 def broadcasts(cluster: Cluster, group: GroupSpan, size: float, messages: int) -> float:
-    """Seconds to send `size` bytes, of which ranks have parts, to all: each message is a chain
-    along all ranks, and they come one after the other."""
+    """Seconds for all ranks to broadcast their parts of `size` bytes: each message is a chain
+    through all ranks, one after the other."""
     if group.size == 1:
         return 0.0
     hop = _CHAIN if group.nodes == 1 else _CHAIN_ACROSS
@@ -150,7 +151,7 @@ def send(cluster: Cluster, stride: int, size: float) -> float:
 
 
 def hop_seconds(cluster: Cluster, ranks: int, stride: int, size: float) -> float:
-    """Seconds of a message to the next of some pipeline ranks, which are `stride` apart."""
+    """Seconds of a message between neighbouring pipeline ranks, which are `stride` apart."""
     return send(cluster, stride, size) if ranks > 1 else 0.0
 
 

@@ -111,8 +111,8 @@ def elementwise(gpu: Gpu, size: V, kernels: int = 1) -> V:
 
 
 def activation_traffic(model: ModelConfig) -> tuple[float, float, float | None]:
-    """What an MLP's activation reads and writes for each of its results, forward and backward,
-    fused; and how many times as much otherwise, None for the usual number."""
+    """Elements read and written per result of an MLP's activation, forward and backward, if fused;
+    and the factor if it is not (None: the usual factor)."""
     if model.activation_func == "xielu":
         return *_XIELU, 1.0
     return (3, 5, _UNFUSED_GATE) if model.gated_linear_unit else (2, 3, None)
@@ -189,10 +189,10 @@ def overlapped(gpu: Gpu, work: V, hidden: V) -> V:
 
 
 def lesser(a: V, b: V) -> V:
-    """The lesser of two numbers, or of each pair of two arrays."""
+    """The minimum of two numbers, or elementwise of two arrays."""
     return np.minimum(a, b) if isinstance(a, np.ndarray) else min(a, b)
 
 
 def greater(a: V, b: V | float) -> V:
-    """The greater of two numbers, or of each of an array and the other."""
+    """The maximum of two numbers, or elementwise of an array and the other."""
     return np.maximum(a, b) if isinstance(a, np.ndarray) else max(a, b)

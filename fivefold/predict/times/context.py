@@ -99,8 +99,8 @@ def best_context(
 
 
 def configured_ways(config: Config, cluster: Cluster) -> list[tuple[ContextWay, float]]:
-    """The kinds of communication of the configuration's layers whose attention has a softmax, each
-    with its share of them."""
+    """The kinds of communication of the layers with softmax attention, each with its share of
+    them."""
     sizes = config.parallel.hierarchical_context_parallel_sizes
     layers = config.model.softmax_layers
     found = Counter(map(config.parallel.cp_comm_of, layers))
@@ -219,7 +219,7 @@ def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
 
 @lru_cache(maxsize=16)
 def _mean_layer(model: ModelConfig) -> Mapping[int, float]:
-    """The first layer of each kind of attention with a softmax, and the share of those like it."""
+    """The first layer of each kind of softmax attention, and the share of layers of that kind."""
     layers = model.softmax_layers
     kinds = [(model.reach_of(layer), model.is_local(layer)) for layer in layers]
     counts = Counter(kinds)

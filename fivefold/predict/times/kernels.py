@@ -1,4 +1,4 @@
-"""Opens what a plan calls kernel efficiency: which kernels a step computes with, and how fast."""
+"""Details of a plan's kernel efficiency: the kernels of a step, and their speed."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -126,7 +126,7 @@ def _flops(times: LayerTimes, weight: Weight) -> float:
 
 
 def _shape(times: LayerTimes, op: Operation) -> str:
-    """What a linear layer multiplies on a rank."""
+    """The matrix sizes of a linear layer on a rank."""
     grid = times.grid
     if isinstance(op, ExpertsIn | ExpertsOut):
         rows, local = times.rows_of_one(op.copies)
@@ -142,7 +142,7 @@ def _shape(times: LayerTimes, op: Operation) -> str:
 
 
 def _joined(tokens: int, shapes: Sequence[tuple[int, ...]], *, joins: bool) -> str:
-    """Products of the same rows, joined to one where they have the same input, or listed."""
+    """Products of the same rows: joined if they have the same input, otherwise listed."""
     inputs = {shape[1] for shape in shapes}
     if joins and len(inputs) == 1:
         shapes = [(sum(shape[0] for shape in shapes), *inputs)]

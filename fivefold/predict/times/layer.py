@@ -56,7 +56,8 @@ four copies to the host; those of DeepEP and HybridEP are in its `token_dispatch
 
 
 def forward_operations(layout: Layout, kind: LayerKind, software: Software) -> int:
-    """Operations that the host issues for a layer's forward; a backward takes twice as many.
+    """Number of operations that the host issues for a layer's forward; a backward has twice as
+    many.
 
     `fivefold audit` shows them beside those that it has counted.
     """
@@ -99,7 +100,7 @@ def _divided(model: ModelConfig, kind: LayerKind) -> tuple[tuple[Operation, ...]
 
 
 def dw_operations(layout: Layout, kind: LayerKind, software: Software) -> int:
-    """Operations of a layer's backward that are its dW: a product for each trained matrix."""
+    """Number of operations for a layer's dW: one product per trained matrix."""
     model, each = layout.config.model, 1
     if software.loops_experts:
         each = (model.num_experts or 0) // layout.grid.ep
@@ -109,7 +110,7 @@ def dw_operations(layout: Layout, kind: LayerKind, software: Software) -> int:
 
 @lru_cache(maxsize=512)
 def _matrices(model: ModelConfig, kind: LayerKind) -> tuple[int, int]:
-    """Trained matrices of a layer that it multiplies with, but for experts', and experts'."""
+    """Number of trained matrices that a layer multiplies with: without experts, and of experts."""
     of = [w.of_experts for w in describe(model, kind).weights if w.multiplies and w.trained]
     return of.count(False), of.count(True)
 
@@ -136,7 +137,7 @@ class LayerTimes(OperationTimes):
         self._times_cache = {} if known is None else known
 
     def layer(self, kind: LayerKind, again: Again) -> Times:
-        """The times of a layer, with what is run `again` of its forward."""
+        """The times of a layer whose backward recomputes `again`."""
         if (kind, again) not in self._known:
             key = ("layer", again, *(settings for settings, _ in self._blocks(kind)))
             whole = self._once(key, lambda: {"layer": self._with_again(kind, again)})["layer"]
@@ -163,7 +164,7 @@ class LayerTimes(OperationTimes):
         return plain + repeated(again)
 
     def _sum(self, kind: LayerKind, name: object, chosen: Callable[[Operation], bool]) -> Times:
-        """The times of a layer's operations of a choice, which has a name."""
+        """The summed times of a named selection of a layer's operations."""
 
         def of_block(key: tuple[object, ...], operations: Sequence[Operation]) -> dict[str, Times]:
             times = self._timed(key, operations)
@@ -193,7 +194,7 @@ class LayerTimes(OperationTimes):
         return self.model.padded_vocab_size // self.grid.tp
 
     def output_layer(self) -> Times:
-        """The output layer for one of the tokens that are predicted."""
+        """The output layer, for one of the predicted tokens."""
         # 8-bit recipes leave the output layer alone.
         weight, precision = (self.entries, self.model.hidden_size), self.training.precision
         column = self._column(lambda tokens: self._linear(weight, tokens, precision=precision))
@@ -218,7 +219,7 @@ class LayerTimes(OperationTimes):
         return once * (1 + model.mtp_num_layers)
 
     def host(self, kind: LayerKind) -> float:
-        """Seconds in which the host issues a layer's forward, of which a backward takes twice."""
+        """Seconds in which the host issues a layer's forward; a backward takes twice that."""
         replayed = self.layout.config.training.cuda_graph_impl is not None
         if replayed or self.software.whole_graph:
             return 0.0
@@ -245,8 +246,8 @@ class LayerTimes(OperationTimes):
         return times + Times(host=Phases(forward, dx, dw))
 
     def later(self, seconds: float, work: Phases) -> Phases:
-        """Seconds by which what takes `seconds` on its way ends later than the work beside it: a
-        forward, and a backward, of which only dX counts where dW is computed apart from it."""
+        """Seconds by which a transfer of `seconds` ends after the work that it overlaps: a
+        forward's, and a backward's (only its dX if dW is deferred)."""
         backward = work.dx if self.defers else work.dx + work.dw
         return Phases(max(0.0, seconds - work.forward), max(0.0, seconds - backward))
 
@@ -310,5 +311,5 @@ class LayerTimes(OperationTimes):
 
 
 def message_bytes(times: LayerTimes) -> float:
-    """Bytes that a rank sends to the next pipeline stage: of a slice of the sequences."""
+    """Bytes that a rank sends to the next pipeline stage for a slice of the sequences."""
     return times.hidden_bytes / times.parallel.num_sequence_slices / times.parts

@@ -1,4 +1,4 @@
-"""Predicts the times of linear layers, and of what tensor-parallel ranks send for them.
+"""Predicts the times of linear layers and of their tensor-parallel communication.
 
 Times are for one microbatch and split by cause.
 """
@@ -79,13 +79,14 @@ class LinearTimes:
         return Phases(forward, dx, dw)
 
     def _joined(self, rows: list[int], tokens: int, inputs: int) -> Phases:
-        """Linear layers of one input with these numbers of output rows, joined or not."""
+        """Linear layers of one input with these numbers of outputs, in one multiplication or one
+        each."""
         parts = [sum(rows)] if self.software.joins_linears else rows
         return sum((self._linear((n, inputs), tokens) for n in parts), Phases())
 
     def _projection(self, weight: tuple[int, ...]) -> Times:
-        """Of two hidden states to one: as a column-parallel layer, whose features are gathered, or
-        exchanged for tokens."""
+        """A projection of two hidden states to one: a column-parallel layer whose features are
+        gathered, or exchanged for tokens."""
         times = self._column(partial(self._linear, weight), inputs=2)
         if self.grid.tp == 1:
             return times
@@ -140,7 +141,7 @@ class LinearTimes:
         return Times(linear, tp=Phases(all_reduce(self.cluster, self.tp, whole)))
 
     def _alone(self, weight: Weight) -> Times:
-        """A linear layer of an input of its own."""
+        """A linear layer with an input of its own."""
         shape = weight.local(self.grid.tp)
         if weight.split is None:
             return Times(self._linear(shape, self._own))
@@ -149,7 +150,8 @@ class LinearTimes:
         return self._column(partial(self._linear, shape), shape[1] / self.model.hidden_size)
 
     def _multiplied(self, linear_on: Callable[[int], Phases]) -> Phases:
-        """A linear layer on all tokens, of which forward and dX may be cut into each rank's."""
+        """A linear layer on all tokens, whose forward and dX may be cut into the parts of each
+        rank."""
         whole = linear_on(self.tokens)
         if not self.in_parts:
             return whole
@@ -157,18 +159,19 @@ class LinearTimes:
         return Phases(part.forward, part.dx, whole.dw)
 
     def _beside(self, work: float, move: float) -> float:
-        """Exposed seconds of a collective beside the multiplication that needs or makes it."""
+        """Exposed seconds of a collective that overlaps with the multiplication before or after
+        it."""
         if self.in_parts:
             return overlapped(self.gpu, self._others(work), move)
         hidden = self.hidden_tp * move
         return move - hidden + overlapped(self.gpu, work, hidden)
 
     def _others(self, work: float) -> float:
-        """Seconds of a multiplication in parts but for one: nothing has arrived when a gather's
-        first is computed that could be multiplied beside the last message, and so for a sum."""
+        """Seconds of all parts of a multiplication except one: a gather's first part, or a sum's
+        last, has no message to overlap with."""
         return work * (1 - 1 / self.grid.tp) if self.in_parts else 0.0
 
     @cached_property
     def _own(self) -> int:
-        """Tokens on this rank after the split by sequence parallelism."""
+        """Number of this rank's tokens with sequence parallelism."""
         return self.tokens // self.parts

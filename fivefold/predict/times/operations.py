@@ -148,7 +148,8 @@ class OperationTimes(LinearTimes):
         return times + Times(tp=Phases(moved, moved)) * kept
 
     def _rescaled(self, op: Rescaled) -> Times:
-        """Reads the rows of weights and multiplies them by A, then scales what was made of them."""
+        """DoRA's rescaling: reads the rows of weights, multiplies them by A, and scales the
+        result."""
         times = Times()
         for weight in op.measured:
             rows, columns = weight.local(self.grid.tp)
@@ -164,8 +165,8 @@ class OperationTimes(LinearTimes):
     def _elementwise(
         self, forward: float, backward: float, unfused: float = UNFUSED_TRAFFIC
     ) -> Times:
-        """Elementwise kernels that read and write these numbers of bytes, or `unfused` times as
-        many if they are not fused."""
+        """Elementwise kernels that read and write this many bytes, or `unfused` times as many
+        without fusion."""
         times = 1.0 if self.software.fused else unfused
         kernels = 1 if self.software.fused else 4
         gpu = self.gpu

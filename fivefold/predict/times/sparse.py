@@ -82,7 +82,7 @@ class _Work:
         self.count = ceil(self.own / queries)
 
     def of_all(self) -> Phases:
-        """Where a mask hides keys that were not chosen."""
+        """With a mask over keys that were not chosen."""
         model, shape, heads = self.model, self.model.indexer, self.heads
         scores = self._product(heads, self.keys, model.query_dim)
         values = self._product(heads, self.keys, model.value_dim)
@@ -95,8 +95,8 @@ class _Work:
         return Phases(forward, backward)
 
     def of_chosen(self) -> Phases:
-        """Where each query reads the latents of the tokens that it has chosen: all heads of a query
-        are a matrix. Queries and sums pass through the up-projection."""
+        """From the latents of chosen tokens: the heads of a query form a matrix, and queries and
+        sums pass through the up-projection."""
         model, shape, heads = self.model, self.model.indexer, self.heads
         topk, latent = shape.topk, model.kv_lora_rank
         both = latent + model.qk_pos_emb_head_dim
@@ -116,7 +116,7 @@ class _Work:
         return Phases(forward, backward)
 
     def _choice(self) -> float:
-        """Of an indexer's scores, and of the best of them."""
+        """The indexer's scores, and the choice of the best."""
         heads = self.model.indexer.heads
         return self._indexed() + self._passes(heads, 3) + self._passes(1, _CHOICE)
 
@@ -125,21 +125,22 @@ class _Work:
         return self._product(shape.heads, self.keys, shape.dim)
 
     def _product(self, heads: int, keys: int, features: int) -> float:
-        """Of all queries with these keys, for each of so many heads, or with what that makes."""
+        """A product of all queries with these keys, for this many heads, or its backward."""
         matrix = self.queries, keys, features
         return self.count * matmul(self.gpu, *matrix, "fp32", self.rows * heads, _WIDE)
 
     def _each(self, heads: int, keys: int, features: int) -> float:
-        """Of each query's heads with keys of its own."""
+        """A product of each query's heads with its own keys."""
         matrix, batch = (heads, keys, features), self.rows * self.queries
         return self.count * matmul(self.gpu, *matrix, "fp32", batch, _WIDE)
 
     def _passes(self, heads: int, numbers: float) -> float:
-        """Numbers read and written for each score of so many heads, each pass apart."""
+        """Separate passes over the scores of this many heads, by numbers read and written per
+        score."""
         return self._moved(numbers, self.keys * heads)
 
     def _of_chosen(self, features: int, numbers: float) -> float:
-        """The same of each chosen token."""
+        """The same over the scores of chosen tokens."""
         return self._moved(numbers, self.model.indexer.topk * features)
 
     def _moved(self, numbers: float, of_query: int) -> float:

@@ -1,4 +1,4 @@
-"""The time of a stage for one microbatch, split by cause, and what of a stage decides it."""
+"""The time of a stage for one microbatch by cause, and the properties that determine it."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -73,7 +73,8 @@ _CAUSES = tuple(cause.name for cause in fields(Times))
 
 
 def added(times: Iterable[Times]) -> Times:
-    """The sum of times, without those in between: a search adds most of its times here."""
+    """The sum of times, without intermediate results, for speed: most additions of a search are
+    here."""
     totals = [_NOTHING] * len(_CAUSES)
     for each in times:
         # All fields in their order: cheaper than to ask for each by its name.
@@ -84,7 +85,7 @@ def added(times: Iterable[Times]) -> Times:
 
 
 def repeated(times: Times) -> Times:
-    """The times of a forward that the backward runs again; communication keeps its cause."""
+    """The times of a forward that the backward repeats; communication keeps its cause."""
 
     def again(phases: Phases) -> Phases:
         return Phases(0.0, phases.forward)
@@ -102,13 +103,13 @@ Again = tuple[str, ...] | None
 
 
 def run_again(memory: MemoryConfig) -> Again:
-    """What the backward of a layer that is recomputed runs again."""
+    """What the backward of a recomputed layer runs again."""
     return None if memory.recompute_granularity == "full" else memory.remade_modules
 
 
 @dataclass(frozen=True)
 class StageKind:
-    """The parts of a stage that decide its time.
+    """The properties of a stage that determine its time.
 
     Attributes:
         embedding: whether it holds the embedding.
@@ -124,7 +125,7 @@ class StageKind:
 
     @classmethod
     def of(cls, layout: Layout, stage: int) -> "StageKind":
-        """That of a stage; stages of the same kind take the same time."""
+        """The kind of a stage; stages of one kind take the same time."""
         memory, model = layout.memory_of(stage), layout.config.model
         spec = layout.split.stages[stage]
         again, first = run_again(memory), len(spec.layers)

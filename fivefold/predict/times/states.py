@@ -25,7 +25,8 @@ _NARROW, _WIDE = 2.0, 4.0  # bytes of an element of kernels in 16 bits, and of P
 
 
 def states(op: Recurrence, config: Config, cluster: Cluster, software: Software) -> Times:
-    """What states do, and between context-parallel ranks the exchange of their heads."""
+    """The time of a layer's state operations, and of exchanging heads between context-parallel
+    ranks."""
     of_rule = {DeltaRule: delta_rule, GatedConvolution: convolution}.get(type(op), state_space)
     made = of_rule(config, cluster.gpu, kernels=software.state_kernels)
     parallel = config.parallel

@@ -1,1 +1,1 @@
-"""What trainers do that no column of a published run gives: a file for each framework."""
+"""What trainers do that no column of a published run says: one file for each framework."""

@@ -1,4 +1,4 @@
-"""Finds the framework of a published run, or those that it can have been."""
+"""Finds the framework of a published run, or those that may have run it."""
 
 import re
 
@@ -43,7 +43,7 @@ _CORE = re.compile(r"(?:\b|core_[rv])v?0\.(\d{1,2})\b")
 
 
 def frameworks_of(row: PublishedRow) -> tuple[Framework, ...]:
-    """What a row's run can have been: one framework if it is told or named, else several.
+    """The possible frameworks of a row's run: one if it is named, else several.
 
     The column `framework` counts, else the name of a framework in what the row says; the entry is
     that of the column `release`, or of a release that stands beside the name, or the latest.
@@ -76,7 +76,7 @@ def _at(entries: tuple[Framework, ...], row: PublishedRow) -> Framework:
 
 
 def _released(entries: tuple[Framework, ...], text: str) -> tuple[int, ...] | None:
-    """The year of a release, or its year and month; None if the text says neither."""
+    """The year, or year and month, of a release; None if the text says neither."""
     if entries is MEGATRON and (core := _CORE.search(text)):
         known = [date for minor, date in CORE_RELEASES.items() if minor <= int(core[1])]
         return known[-1] if known else (2023,)

@@ -142,7 +142,8 @@ def _training(said: Settings, training: TrainingConfig) -> Iterator[str]:
 
 
 def _formats(said: Settings, layout: Layout) -> Iterator[str]:
-    """In how many bits linear layers multiply, and which of them keep bf16."""
+    """Flags for the number of bits in which linear layers multiply, and for layers that stay in
+    bf16."""
     if said["fp8_format"] and not said["fp4_format"]:
         yield from flags(said, "fp8_format")
         recipe = _recipe(said)
@@ -159,14 +160,14 @@ def _formats(said: Settings, layout: Layout) -> Iterator[str]:
 
 
 def _recipe(said: Settings) -> str:
-    """How 8 bits are scaled there: not by earlier steps where some layers keep bf16."""
+    """Megatron-LM's recipe for 8-bit scales; not delayed if some layers stay in bf16."""
     late = said["fp8_recipe"] == "delayed" and said["first_last_layers_bf16"]
     recipe: str = said["fp8_recipe"]
     return recipe if recipe in _RECIPES and not late else "tensorwise"
 
 
 def _most_in_bf16(layout: Layout) -> int:
-    """Layers that may keep bf16 at either end there."""
+    """Most layers that may stay in bf16 at each end in Megatron-LM."""
     return layout.config.model.num_layers // layout.grid.pp
 
 
@@ -277,7 +278,8 @@ def _lost_of_the_loss(said: Settings, layout: Layout) -> Iterator[str]:
 
 
 def _attention_over_ranks(layout: Layout) -> Iterator[str]:
-    """What its attention kernels refuse of context parallelism when they first run."""
+    """Settings of context parallelism that Megatron-LM's attention kernels refuse at their first
+    run."""
     model, ways = layout.config.model, layout.config.parallel.cp_comm_type
     if layout.grid.cp == 1:
         return

@@ -1,4 +1,4 @@
-"""Flags of experts for Megatron-LM, and what it lacks of them."""
+"""Megatron-LM's flags for experts, and the settings of experts that it lacks."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def expert_flags(said: Settings) -> Iterator[str]:
 
 
 def dispatcher_flags(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
-    """Flags of the ranks that hold experts, and of how tokens reach them."""
+    """Flags for expert parallelism and token dispatch."""
     yield from flags(said, "expert_model_parallel_size", "expert_tensor_parallel_size")
     yield from flags(said, "moe_token_dispatcher_type")
     hides = said["overlap_moe_expert_parallel_comm"] and not why_not_hidden(layout, runs)
@@ -47,7 +47,7 @@ def dispatcher_flags(said: Settings, layout: Layout, runs: Layout) -> Iterator[s
 
 
 def lost_of_experts(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
-    """Sentences about what it refuses of a model with experts, or does in another way."""
+    """Sentences on settings of experts that Megatron-LM refuses, or implements differently."""
     model, parallel, experts = layout.config.model, layout.config.parallel, layout.config.experts
     if model.add_bias_linear and layout.grid.etp > 1:
         yield "it refuses experts with add_bias_linear where expert_tensor_parallel_size > 1"
@@ -78,7 +78,7 @@ def lost_of_experts(said: Settings, layout: Layout, runs: Layout) -> Iterator[st
 
 
 def _lost_of_sinkhorn(said: Settings, model: ModelConfig) -> Iterator[str]:
-    """With it the router's code looks at no setting of the weights of results."""
+    """Settings that Megatron-LM's router ignores with Sinkhorn."""
     ours = said["moe_router_score_function"], said["moe_router_pre_softmax"]
     alone = said["moe_router_topk"] == 1
     if ours != (("sigmoid", False) if alone else ("softmax", True)):
@@ -100,7 +100,7 @@ def auxiliary(said: Settings, layout: Layout) -> list[str]:
 
 
 def _why_shared_waits(layout: Layout, runs: Layout) -> str | None:
-    """Why it cannot compute shared experts while tokens travel; None if it can."""
+    """Why Megatron-LM cannot compute shared experts during dispatch; None if it can."""
     parallel = layout.config.parallel
     if parallel.moe_token_dispatcher_type != "alltoall":
         return "it needs moe_token_dispatcher_type alltoall"

@@ -1,4 +1,4 @@
-"""Flags of memory techniques for Megatron-LM, and what it lacks of them."""
+"""Megatron-LM's flags for memory techniques, and the techniques that it lacks."""
 
 from collections.abc import Iterable, Iterator
 from math import ceil
@@ -58,19 +58,20 @@ def memory_flags(said: Settings, runs: Layout) -> Iterator[str]:
 
 
 def _its_modules(modules: Iterable[str]) -> tuple[str, ...]:
-    """The modules that it recomputes for these."""
+    """Megatron-LM's modules for these recomputed modules."""
     return tuple(dict.fromkeys(_MODULES.get(module, module) for module in modules))
 
 
 def one_number(memory: MemoryConfig) -> bool:
-    """Whether it recomputes the same layers: if some, whole ones, and as many of every stage."""
+    """Whether Megatron-LM recomputes the same layers: whole layers, the same number in every
+    stage."""
     if not memory.recomputes_first_layers:
         return True
     return memory.recompute_granularity == "full" and len(memory.recompute_num_layers) == 1
 
 
 def lost_of_memory(memory: MemoryConfig, runs: Layout) -> Iterator[str]:
-    """Sentences about what of the settings it does not have in the layout that it runs."""
+    """Sentences on memory settings that Megatron-LM lacks in the layout that it runs."""
     if memory.fine_grained_activation_offloading:
         others = [name for name in memory.offload_tensors if name != "dispatched_input"]
         if others:

@@ -1,4 +1,4 @@
-"""Flags of the model for Megatron-LM, and what it lacks of it."""
+"""Megatron-LM's flags for the model, and the features that it lacks."""
 
 from collections.abc import Iterator
 from shlex import quote
@@ -103,24 +103,25 @@ def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
 
 
 def fusion_flags(said: Settings, model: ModelConfig) -> Iterator[str]:
-    """Fusions that are on there unless they are turned off."""
+    """Flags of fusions that are on in Megatron-LM unless turned off."""
     for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
         on = said[name] and not (name == "rope_fusion" and _turns_unfused(model))
         yield from set_flag(f"no_{name}", not on)
 
 
 def _turns_unfused(model: ModelConfig) -> bool:
-    """Whether it has RoPE of its heads in no fusion: latent attention without YaRN, or dsa."""
+    """Whether Megatron-LM has no fused RoPE for the model: latent attention without YaRN, or
+    dsa."""
     return model.multi_latent_attention and (model.rope_type != "yarn" or model.is_sparse)
 
 
 def _has_tanh(model: ModelConfig) -> bool:
-    """Whether its MLP there would be a GELU by tanh, which it has in its fusion alone."""
+    """Whether the MLP would be a GELU by tanh in Megatron-LM, which it has only fused."""
     return model.activation_func == "gelu_tanh" and model.add_bias_linear
 
 
 def _hybrid(said: Settings) -> Iterator[str]:
-    """Layers of one mixer each, which its program builds from a specification."""
+    """Flags for layers of one mixer each, which Megatron-LM builds from a specification."""
     yield "--is-hybrid-model"
     yield from flag("spec", *HYBRID_SPEC)
     pattern = said["hybrid_override_pattern"]
@@ -172,7 +173,7 @@ def _lost_of_sparse(layout: Layout) -> Iterator[str]:
 
 
 def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
-    """Sentences about what it has not, or has in another way."""
+    """Sentences on features of the model that Megatron-LM lacks, or implements differently."""
     model = layout.config.model
     if model.position_embedding_type == "rope" and model.rotary_base % 1:
         base = model.rotary_base
@@ -236,7 +237,7 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
 
 
 def _lost_of_stretched(said: Settings) -> Iterator[str]:
-    """Sentences about rotary positions beyond those that a model began with."""
+    """Sentences on rotary positions beyond the original length."""
     if said["rope_type"] == "yarn" and not said["multi_latent_attention"]:
         scaling = f"rotary_scaling_factor = {said['rotary_scaling_factor']}"
         yield (

@@ -10,8 +10,8 @@ _OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 
 
 def its_sharding(layout: Layout) -> Sharding:
-    """The strategy that its flags name: none of them goes with Muon, whose own one is
-    `dist_muon`."""
+    """The sharding strategy that Megatron-LM's flags name; with Muon none applies, since
+    `dist_muon` replaces them."""
     none = layout.config.optimizer.optimizer == "muon"
     return SHARDING["no_shard"] if none else layout.config.parallel.sharding
 
@@ -46,7 +46,7 @@ def optimizer_flags(said: Settings, layout: Layout) -> Iterator[str]:
 
 
 def lost_of_clipped_logits(said: Settings, layout: Layout) -> Iterator[str]:
-    """What its QK-clip does otherwise, or cannot."""
+    """Sentences on differences and limits of Megatron-LM's QK-clip."""
     if not said["qk_clip"]:
         return
     model, strategy = layout.config.model, said["data_parallel_sharding_strategy"]
@@ -60,7 +60,7 @@ def lost_of_clipped_logits(said: Settings, layout: Layout) -> Iterator[str]:
 
 
 def lost_of_muon(said: Settings, layout: Layout) -> Iterator[str]:
-    """What its Muon does otherwise, or refuses."""
+    """Sentences on differences and limits of Megatron-LM's Muon."""
     if said["optimizer"] != "muon":
         return
     parallel, model = layout.config.parallel, layout.config.model

@@ -129,7 +129,8 @@ DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 
 
 def in_steps(layout: Layout) -> tuple[Layout, list[str]]:
-    """The layout with durations in steps, all of the whole batch, and what that leaves out."""
+    """The layout with durations in steps, all with the whole batch, and sentences on what this
+    leaves out."""
     training, optimizer = layout.config.training, layout.config.optimizer
     if training.train_samples is None:
         return layout, []
@@ -154,18 +155,18 @@ def in_steps(layout: Layout) -> tuple[Layout, list[str]]:
 
 
 def formats(said: Settings) -> str:
-    """In how many bits linear layers are asked to multiply, and how 8 bits are scaled."""
+    """Settings of the bits in which linear layers multiply, and of 8-bit scales."""
     late = DELAYED if said["fp8_format"] and said["fp8_recipe"] == "delayed" else ()
     return said.told("fp8_format", "fp8_recipe", *late, "fp4_format", *in_bf16(said))
 
 
 def in_bf16(said: Settings) -> tuple[str, ...]:
-    """Settings of layers that keep bf16, if there are such layers."""
+    """Settings of layers that stay in bf16, if there are any."""
     return IN_BF16 if said["first_last_layers_bf16"] else ()
 
 
 def state_types(said: Settings) -> str:
-    """The types that masters, gradients and moments are asked to have."""
+    """The requested types of masters, gradients and moments."""
     return said.told(
         *("main_params_dtype", "store_param_remainders"),
         *("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
@@ -173,7 +174,8 @@ def state_types(said: Settings) -> str:
 
 
 def lost_types(said: Settings) -> Iterator[str]:
-    """What a trainer without types of their own for masters, gradients and moments lacks."""
+    """Requested types of masters, gradients and moments that a trainer without such settings
+    lacks."""
     if said["use_precision_aware_optimizer"]:
         kinds = f"use_precision_aware_optimizer, {state_types(said)}"
         yield f"its gradients and moments have the type of its masters ({kinds})"

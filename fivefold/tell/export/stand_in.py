@@ -1,4 +1,4 @@
-"""The pipeline schedule that a trainer runs instead of one that it lacks, and the effect of it."""
+"""The schedule that a trainer runs in place of one that it lacks, and the effect of this."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,7 +42,7 @@ def changes(layout: Layout, other: Layout) -> str:
 
 
 def run_by(schedule: str, layout: Layout) -> Layout:
-    """`layout` run by another schedule."""
+    """`layout` with another schedule."""
     config = layout.config.with_values(
         pipeline_schedule=schedule,
         pipeline_in_flight_limit=None,
@@ -61,7 +61,7 @@ def _merged(stages: Sequence[StageSpec]) -> StageSpec:
 
 
 def _numbers_of_merged(memory: MemoryConfig, size: int) -> tuple[int, ...]:
-    """Recomputed layers of stages, each of which was `size` stages."""
+    """Recomputed layers of stages that were merged from `size` stages each."""
     numbers = memory.recompute_num_layers
     if len(numbers) == 1:
         return (size * numbers[0],)

@@ -1,12 +1,14 @@
 """Settings for torchtitan: the command line of `torchtitan.train` (checked with 0.3.0)."""
 
 from collections.abc import Iterator, Mapping
-from math import ceil, inf
+from math import ceil, inf, isclose
 from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.model import INITIAL
 from fivefold.config.sharding import SHARDING
+from fivefold.config.torchtitan_job.pipeline import SCHEDULES
+from fivefold.config.torchtitan_job.rates import DECAYS
 from fivefold.layout import Layout
 from fivefold.pipeline.schedules.registry import Shape
 from fivefold.pipeline.split.layout import CUTTING
@@ -28,19 +30,20 @@ from fivefold.tell.export.torchtitan_models import (
     why_unknown,
 )
 
-_OF_ONE_STAGE = MappingProxyType({"gpipe": "GPipe", "1f1b": "1F1B", "combined_1f1b": "1F1B"})
+
+def _its_schedules(stages: int, *, in_a_v: bool = False) -> dict[str, str]:
+    """Its name of each schedule for so many stages a rank."""
+    every = ((name, each) for name, each in SCHEDULES.items() if each.stages == stages)
+    return {each.name: name for name, each in every if each.in_a_v is in_a_v}
+
+
+_OF_ONE_STAGE = MappingProxyType(_its_schedules(1) | {"combined_1f1b": "1F1B"})
 _OF_A_LOOP = MappingProxyType(
-    {
-        "gpipe": "LoopedBFS",
-        "looped_bfs": "LoopedBFS",
-        "interleaved_1f1b": "Interleaved1F1B",
-        "combined_1f1b": "Interleaved1F1B",
-        "interleaved_zb": "InterleavedZeroBubble",
-    }
+    {"gpipe": "LoopedBFS"} | _its_schedules(2) | {"combined_1f1b": "Interleaved1F1B"}
 )
-_OF_A_V = MappingProxyType({"zb_v": "ZBVZeroBubble", "dualpipe_v": "DualPipeV"})
+_OF_A_V = MappingProxyType(_its_schedules(2, in_a_v=True))
 ITS_SCHEDULES = (*_OF_ONE_STAGE, *_OF_A_LOOP, *_OF_A_V)
-_WSD_DECAYS = MappingProxyType({"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"})
+_WSD_DECAYS = MappingProxyType({ours: name for name, ours in DECAYS.items()})
 
 
 def torchtitan(layout: Layout) -> Export:
@@ -193,18 +196,27 @@ def _optimizer(said: Settings) -> Iterator[str]:
 _UNKNOWN_DECAY = "inverse-square-root"
 
 
+def _warm_up(said: Settings) -> int:
+    """Steps of its warm-up, whose last one has the whole rate and comes before any decay."""
+    iters, first = said["lr_warmup_iters"], said["lr_warmup_init"]
+    ends_apart = said["lr_decay_style"] in ("constant", "WSD")
+    same = ends_apart and isclose(first * (iters + 1), said["lr"], rel_tol=1e-9)
+    return int(iters + 1 if iters and same else iters)
+
+
 def _rate(said: Settings) -> dict[str, Any]:
     """Flags of the learning rate: a warm-up, a stable phase, a decay over the last steps."""
     style, shape = said["lr_decay_style"], said["lr_wsd_decay_style"]
+    warm_up = _warm_up(said)
     # Beyond its last step the rate would go on falling, below zero; a warm-up would be cut short.
-    steps = max(said["lr_decay_iters"] or 0, said["train_iters"], said["lr_warmup_iters"])
+    steps = max(said["lr_decay_iters"] or 0, said["train_iters"], warm_up)
     share: float | None = None
     if style in ("constant", _UNKNOWN_DECAY):
         share = 0.0
     elif style == "WSD":
         share = said["lr_wsd_decay_iters"] / steps
     return {
-        "warmup_steps": said["lr_warmup_iters"],
+        "warmup_steps": warm_up,
         "total_steps": steps,
         "decay_ratio": share,
         "decay_type": _WSD_DECAYS.get(shape if style == "WSD" else style, "linear"),
@@ -243,7 +255,7 @@ def _lost_of_the_rate(said: Settings) -> Iterator[str]:
         yield f"it has no {style} decay (lr_decay_style): after the warm-up the rate stays at lr"
     if style == "WSD" and shape not in _WSD_DECAYS:
         yield f"it has no {shape} decay (lr_wsd_decay_style): a linear one stands in its place"
-    length, warm_up = said["lr_wsd_decay_iters"], said["lr_warmup_iters"]
+    length, warm_up = said["lr_wsd_decay_iters"], _warm_up(said)
     if style == "WSD" and length > (end or said["train_iters"]) - warm_up:
         yield (
             f"its decay begins after the warm-up of {warm_up} steps, and falls all the way from "
@@ -251,7 +263,7 @@ def _lost_of_the_rate(said: Settings) -> Iterator[str]:
         )
     if style != "constant" and end is not None and end < said["train_iters"]:
         yield f"its decay ends with the last step, not at lr_decay_iters = {end}"
-    if said["lr_warmup_iters"]:
+    if 0 < warm_up == said["lr_warmup_iters"]:
         yield (
             "its warm-up begins with a step's share of the rate and runs one step ahead, not from "
             f"lr_warmup_init = {said['lr_warmup_init']}"
@@ -266,6 +278,11 @@ def _lost_of_the_layout(said: Settings, layout: Layout, runs: Layout) -> Iterato
         yield (
             "torchtitan always shards parameters; fsdp_reshard_after_forward never keeps them "
             "gathered between forward and backward, which is nearest to ZeRO-2"
+        )
+    if grid.cp > 1 and not parallel.sharding.splits_optimizer:
+        yield (
+            "torchtitan shards weights over context-parallel ranks, whatever "
+            "data_parallel_sharding_strategy says"
         )
     if runs is not layout:
         yield (

@@ -12,7 +12,9 @@ from typing import Any
 from fivefold.config.by_layer import IN_BF16
 from fivefold.config.config import SETTINGS
 from fivefold.config.model import INITIAL, ModelConfig
-from fivefold.config.presets import PRESETS
+from fivefold.config.torchtitan_job.flavours import FLAVOURS, model_of
+from fivefold.config.torchtitan_job.releases import IN_PYTHON
+from fivefold.config.torchtitan_job.releases import known as registered
 from fivefold.config.training import TrainingConfig
 
 _BF16 = (None, None)
@@ -34,36 +36,23 @@ class ItsModel:
     narrow: tuple[str | None, str | None] = _BF16
 
 
-_QWEN3_SMALL = replace(
-    PRESETS["qwen3-8b"],
-    num_layers=28,
-    num_attention_heads=16,
-    untie_embeddings_and_output_weights=False,
-)
-_DEEPSEEK_V3 = replace(PRESETS["deepseek-v3"], norm_epsilon=1e-5, mtp_num_layers=0)
-ITS_MODELS: Mapping[str, ItsModel] = MappingProxyType(
-    {
-        "llama3_8b": ItsModel("llama3", PRESETS["llama3-8b"]),
-        "llama3_70b": ItsModel("llama3", PRESETS["llama3-70b"]),
-        "llama3_405b": ItsModel("llama3", PRESETS["llama3-405b"], _FLOAT8),
-        "qwen3_0_6b": ItsModel(
-            "qwen3", replace(_QWEN3_SMALL, hidden_size=1024, ffn_hidden_size=3072)
-        ),
-        "qwen3_1_7b": ItsModel(
-            "qwen3", replace(_QWEN3_SMALL, hidden_size=2048, ffn_hidden_size=6144)
-        ),
-        "qwen3_14b": ItsModel("qwen3", PRESETS["qwen3-14b"]),
-        "qwen3_32b": ItsModel("qwen3", PRESETS["qwen3-32b"]),
-        "qwen3_30b_a3b": ItsModel("qwen3", PRESETS["qwen3-30b-a3b"]),
-        "deepseek_v3_16b": ItsModel(
-            "deepseek_v3", replace(PRESETS["deepseek-v2-lite"], norm_epsilon=1e-5)
-        ),
-        "deepseek_v3_671b": ItsModel("deepseek_v3", _DEEPSEEK_V3),
-        "deepseek_v3_671b_float8": ItsModel("deepseek_v3", _DEEPSEEK_V3, _FLOAT8),
-        "gpt_oss_20b": ItsModel("gpt_oss", PRESETS["gpt-oss-20b"]),
-        "gpt_oss_120b": ItsModel("gpt_oss", PRESETS["gpt-oss-120b"]),
-    }
-)
+def _its_models() -> Mapping[str, ItsModel]:
+    """Those configurations of the registry that are a flavour as it is, or in 8 bits."""
+    found = {}
+    for name, each in registered().configurations.items():
+        plain = f"{each.module}_{each.flavour.lower()}".replace(".", "_").replace("-", "_")
+        own = FLAVOURS[each.module].get(each.flavour)
+        if own is not None and name in (plain, f"{plain}_float8"):
+            model = replace(
+                model_of(each.module, each.flavour, IN_PYTHON, own.max_position_embeddings),
+                moe_router_enable_expert_bias=own.moe_router_enable_expert_bias,
+            )
+            narrow = _FLOAT8 if "Float8Linear" in each.linear else _BF16
+            found[name] = ItsModel(each.module, model, narrow)
+    return MappingProxyType(found)
+
+
+ITS_MODELS = _its_models()
 """torchtitan's models by the name of their configuration function."""
 
 WITHOUT_MEANING = ("max_position_embeddings", "make_vocab_size_divisible_by", "rotary_interleaved")

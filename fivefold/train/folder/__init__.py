@@ -1,1 +1,1 @@
-"""What a run keeps, and what it starts from."""
+"""What a run keeps on disk, and what it starts from."""

@@ -66,9 +66,9 @@ from fivefold.train.folder.side_files import (
 def to_run(
     source: Path, target: Path, adapter: Path | None = None, model: ModelConfig | None = None
 ) -> Converted:
-    """Make a run folder with a checkpoint of step 0 of weights that others keep.
+    """Make a run folder with a checkpoint at step 0, from weights in another format.
 
-    Holds the whole model in memory once, in the types of its files.
+    The whole model is in memory once, in the types of its files.
 
     Args:
         source: Hugging Face folder, or distributed checkpoint of Megatron-core.
@@ -197,8 +197,8 @@ def _one_to_hub(
 def _written_types(
     index: Mapping[str, SavedTensor], asked: torch.dtype | None, trained: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """The type in which each tensor is written, by our names: the one that the user asked for, else
-    that of training or of the checkpoint, whichever is narrower."""
+    """The type in which each tensor is written, by our names: the one the user asked for, else the
+    narrower one of training and of the checkpoint."""
     types = {
         name: asked or min(saved.dtype, trained, key=lambda dtype: dtype.itemsize)
         for name, saved in index.items()
@@ -210,7 +210,7 @@ def _written_types(
 
 
 def _base(source: Path) -> str | None:
-    """Where the weights are that a run started from, if they are still there, and are its own."""
+    """The weights that a run started from, if they are still there and belong to it."""
     config = _config(source)
     load = None if config is None else config.checkpoint.load
     weights = None if load is None else RunFolder(source).named(load)
@@ -231,7 +231,8 @@ def _config(source: Path) -> Config | None:
 
 
 def _fields(side: Path, model: ModelConfig) -> dict[str, Any]:
-    """The config.json that the run was converted from, if it is still of this model; or a new one.
+    """The config.json that the run was converted from, if it still describes this model; else a new
+    one.
 
     Raises:
         ConfigError: no model family of Hugging Face's has this architecture.
@@ -250,9 +251,9 @@ def _describe(
     fields: dict[str, Any],
     dtype: torch.dtype,
 ) -> None:
-    """Write config.json, and the run's tokenizer with what transformers wants to know of it.
+    """Write config.json, and the run's tokenizer with the fields that transformers needs.
 
-    What was copied from the files that the run was converted from stays as it is.
+    Files copied from the converted folder stay as they are.
     """
     name = "torch_dtype" if "torch_dtype" in fields else "dtype"
     written = fields | {name: str(dtype).removeprefix("torch.")}
@@ -270,7 +271,7 @@ def _describe(
 
 
 def _copy_template(source: Path, folder: Path) -> None:
-    """The chat template that is beside the tokenizer which the run was given, if it has one."""
+    """Copy the chat template that lies beside the run's original tokenizer, if there is one."""
     config = _config(source)
     if config is None or (model := config.data.tokenizer_model) is None:
         return

@@ -1,4 +1,4 @@
-"""Where a run starts: machine, versions, git commit and command line."""
+"""The circumstances in which a run starts: machine, versions, git commit and command line."""
 
 import importlib.metadata
 import os
@@ -56,7 +56,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _variables() -> dict[str, str]:
-    """The environment's, as far as they matter and are no secrets."""
+    """Environment variables that matter and are not secret."""
     return {
         name: value
         for name, value in sorted(os.environ.items())

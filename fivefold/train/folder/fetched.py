@@ -1,4 +1,4 @@
-"""Fetches what a run is to read from the Hugging Face hub. Imports no torch."""
+"""Fetches what a run reads from the Hugging Face hub. Imports no torch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,10 @@ from fivefold.train.folder.run_folder import CHECKPOINTS
 
 
 def with_fetched(config: Config, tell: Tell) -> Config:
-    """The configuration with folders of this machine for weights, tokenizer and text of the hub.
+    """The configuration, with weights, tokenizer and text of the hub replaced by folders on this
+    machine.
 
-    Weights are not fetched for a run that goes on from checkpoints of its own.
+    Weights are not fetched for a run that resumes from its own checkpoints.
 
     Raises:
         ConfigError: there is no such repository, it may not be read, or the hub is out of reach.

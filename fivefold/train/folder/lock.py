@@ -128,7 +128,7 @@ class RunLock:
             )
 
     def _owns(self, now: Owner | None) -> TypeGuard[Owner]:
-        """Whether the file still names this run, whichever of its processes has begun it."""
+        """Whether the file still names this run, whichever of its processes took the lock."""
         return now is not None and replace(now, begun=False) == replace(self._owner, begun=False)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Whether and where a run goes on that Megatron-LM has begun."""
+"""Whether and where a run resumes a job of Megatron-LM."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ _NARROW = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def megatron_state(folder: Path, training: TrainingConfig) -> SavedState:
-    """Where a run goes on, in the terms of its own checkpoints.
+    """Where a run resumes, in the terms of our own checkpoints.
 
     Raises:
         CheckpointError: the folder does not tell how many steps were taken.
@@ -42,7 +42,7 @@ def megatron_state(folder: Path, training: TrainingConfig) -> SavedState:
 
 
 def check_goes_on(folder: Path, config: Config) -> bool:
-    """Whether there is training to go on from; checked, but for the tensors.
+    """Whether there is training to resume; checks everything except the tensors.
 
     Raises:
         CheckpointError: there is, and these settings cannot go on from it.
@@ -54,7 +54,7 @@ def check_goes_on(folder: Path, config: Config) -> bool:
         what = f"{folder} is of a run without adapters, and lora_rank asks for some"
         raise CheckpointError(Mistake(what, works=WEIGHTS_ALONE))
     if config.optimizer.optimizer != "adam":
-        what = f"{folder} can be gone on from with Adam, and optimizer is "
+        what = f"{folder} can be resumed only with Adam, and optimizer is "
         what += config.optimizer.optimizer
         raise OtherSettings(Mistake(what, works=("--optimizer adam", *WEIGHTS_ALONE)))
     moments = {m: held.states[m].widest for m in MOMENTS if m in held.states}
@@ -67,7 +67,7 @@ def check_goes_on(folder: Path, config: Config) -> bool:
 
 
 def check_place(folder: Path, training: TrainingConfig) -> str:
-    """What to say of the place where a run goes on.
+    """A note about the place where a run resumes.
 
     Raises:
         CheckpointError: learning rate and Adam's bias corrections were at different steps, or
@@ -76,14 +76,14 @@ def check_place(folder: Path, training: TrainingConfig) -> str:
     there = training_in(folder)
     if there.seq_length not in (None, training.seq_length):
         what = f"samples of {folder} have {there.seq_length:,} tokens, and seq_length is "
-        what += f"{training.seq_length:,}: its place in the data is none here"
+        what += f"{training.seq_length:,}: its position in the data has no meaning here"
         works = (f"--seq-length {there.seq_length}", *WEIGHTS_ALONE)
         raise CheckpointError(Mistake(what, works=works))
     lost = _iterations_without_step(folder, there, training)
     skipped = f" and {several(lost, 'iteration')} that changed no weight" if lost else ""
     samples = _samples(there, training)
     return (
-        f"goes on from {folder} with its masters and moments, after {several(there.step, 'step')}"
+        f"resumes {folder} with its masters and moments, after {several(there.step, 'step')}"
         f"{skipped} (--finetune: weights alone)\nthe next sample is number {samples + 1:,} of an "
         "order of Fivefold's own: some that were seen there come again"
     )
@@ -92,7 +92,7 @@ def check_place(folder: Path, training: TrainingConfig) -> str:
 def _iterations_without_step(
     folder: Path, there: MegatronTraining, training: TrainingConfig
 ) -> int:
-    """Iterations of the job whose gradients overflowed: steps are updates here."""
+    """Iterations of the job whose gradients overflowed; our steps count only updates."""
     if there.iteration in (None, there.step):
         return 0
     assert there.iteration is not None
@@ -107,8 +107,8 @@ def _iterations_without_step(
 
 
 def _samples(there: MegatronTraining, training: TrainingConfig) -> int:
-    """Samples that the job has consumed; as many as its steps have here where it began to count
-    anew meanwhile, or does not tell."""
+    """Samples that the job has consumed; where it does not tell, or restarted its count, as many as
+    its steps have here."""
     if there.samples is None or there.samples < there.step:
         return training.batch_sizes.samples(there.step)
     return there.samples

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: what each step of a run did."""
+"""`metrics.jsonl`: the measurements of each step of a run."""
 
 import json
 import math
@@ -42,7 +42,7 @@ class MetricsFile:
         self._file = path.open("a+b", buffering=0)
 
     def record(self, metrics: StepMetrics | EvalMetrics) -> None:
-        """Append one line; values that are not finite become null, since JSON has none for them."""
+        """Append one line; values that are not finite become null, since JSON cannot write them."""
         if isinstance(metrics, StepMetrics):
             if metrics.step <= self._last:
                 self._remove_after(metrics.step - 1)
@@ -58,7 +58,8 @@ class MetricsFile:
         self._file.close()
 
     def _remove_after(self, step: int) -> list[float]:
-        """Remove records of later steps and what is none; what `step_of` says of all lines."""
+        """Remove records of later steps and lines that are no records; return `step_of` of all
+        lines."""
         if not self._path.exists():
             return []
         lines = self._path.read_bytes().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""What adapters start from beside weights that were loaded."""
+"""Initial values of new adapters beside loaded weights."""
 
 from collections.abc import Callable, Mapping
 
@@ -12,7 +12,8 @@ from fivefold.train.engine import Engine
 def measure_rows(
     engine: Engine, source: Checkpointer, fill: Callable[[Mapping[str, Piece]], None], *, new: bool
 ) -> None:
-    """Give new magnitudes of rows (DoRA), if there are any, the lengths of rows of loaded weights.
+    """Set new row magnitudes (DoRA), if there are any, to the lengths of the rows of the loaded
+    weights.
 
     Args:
         engine: its weights are loaded, and not yet finished by `after_load`.

@@ -111,7 +111,7 @@ def _loaded(load: str, folder: Path, config: Config) -> Origin:
 
 
 def _foreign(load: str, config: Config) -> Origin | None:
-    """What Hugging Face or Megatron-core keeps in a folder; None: it is none of theirs."""
+    """The Hugging Face or Megatron-core checkpoint in a folder; None if it is neither."""
     folder, adapter = Path(load), config.checkpoint.load_adapter
     if adapter != load:
         refuse_adapter(folder)
@@ -131,7 +131,7 @@ def _foreign(load: str, config: Config) -> Origin | None:
 
 
 def _from_run(source: Checkpointer, folder: Path, config: Config, *, continues: bool) -> Origin:
-    """A checkpoint of a run: of the one in this folder if it `continues`, else of another."""
+    """A checkpoint of a run: of the run in this folder if it `continues`, else of another one."""
     damage = ""
     try:
         state = read_state(source, None if continues else config.checkpoint.ckpt_step)
@@ -163,7 +163,7 @@ def _from_run(source: Checkpointer, folder: Path, config: Config, *, continues: 
 
 
 def _from_megatron(folder: Path, config: Config) -> Origin:
-    """A checkpoint of Megatron-LM: the run goes on with its moments, or takes the weights alone.
+    """A checkpoint of Megatron-LM: the run resumes with its moments, or takes only the weights.
 
     Raises:
         CheckpointError: it is of another model, lacks tensors, or cannot be gone on from.
@@ -182,7 +182,7 @@ def _from_megatron(folder: Path, config: Config) -> Origin:
 
 
 def _from_hub(folder: Path, config: Config) -> Origin:
-    """The weights in a Hugging Face folder, which has neither steps nor an optimizer's state.
+    """The weights in a Hugging Face folder, which has no steps and no optimizer state.
 
     Raises:
         CheckpointError: they are of another model, or their files lack tensors.
@@ -213,14 +213,15 @@ def _from_hub(folder: Path, config: Config) -> Origin:
 
 
 def _told_tokens(tokenizer: Path | None, config: Config) -> str:
-    """That text becomes the tokens which the weights know, where nothing else is said."""
+    """The note that text is tokenised with the tokenizer of the weights, where no setting names
+    another."""
     used = tokenizer is not None and trains_tokenizer(config.data)
-    return f"text becomes tokens by {tokenizer}, which the weights know" if used else ""
+    return f"text is tokenised by {tokenizer}, which came with the weights" if used else ""
 
 
 def restore(trainer: Trainer, origin: Origin | None) -> str:
-    """Load the latest state of this run in memory, if it is later than its checkpoint, or it has
-    none; else the checkpoint; if that is one of this run and damaged, the latest that is intact.
+    """Load the run's latest state in memory if it is later than the checkpoint or there is none;
+    else load the checkpoint, or, if that is damaged and the run's own, its latest intact one.
 
     Returns:
         Why a later checkpoint of the run was passed over; empty if none was.
@@ -279,7 +280,8 @@ def _filling(origin: Origin, model: ModelConfig) -> Callable[[Mapping[str, Piece
 
 
 def samples_counted(trainer: Trainer) -> str:
-    """What to say where rates that count samples count others than were taken; or nothing."""
+    """A note, where schedules in samples assume another number of samples than were consumed; else
+    nothing."""
     training, taken = trainer.engine.layout.config.training, trainer.loader.consumed_samples
     counted = training.batch_sizes.samples(trainer.engine.steps)
     if training.train_samples is None or taken == counted:
@@ -289,7 +291,7 @@ def samples_counted(trainer: Trainer) -> str:
 
 
 def is_finished(origin: Origin | None, config: Config) -> bool:
-    """Whether a run from this checkpoint has no step left to do."""
+    """Whether a run from this checkpoint has no steps left."""
     if origin is None or origin.weights_only:
         return False
     return origin.step == config.training.num_steps

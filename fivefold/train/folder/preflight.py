@@ -25,8 +25,8 @@ _FOLDERS = (
 
 
 def with_home(config: Config) -> Config:
-    """The configuration with `~` in front of folders replaced: no shell does it in a recipe, or
-    after `--save=`.
+    """The configuration with `~` at the start of folders replaced, since no shell does so in a
+    recipe or after `--save=`.
 
     Raises:
         ConfigError: there is no such home.
@@ -67,7 +67,7 @@ def check_start(config: Config) -> None:
 def _check_folder(
     name: str, given: str, example: str, mistakes: Mistakes, within: str = ""
 ) -> None:
-    """Add why the folder that a setting names, or one in it, can neither be written nor made."""
+    """Add why a folder that a setting names can neither be written nor created."""
     flag = flag_of(name)
     if not given.strip():
         works = (f"{flag} {example}", f"no {flag}")
@@ -102,7 +102,7 @@ def _check_load(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
 
 
 def _check_step(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
-    """Add that a run, which goes on from its latest checkpoint, is asked to go back to another."""
+    """Add that a run that resumes from its latest checkpoint is asked to load another one."""
     save, load, step = checkpoint.save, checkpoint.load, checkpoint.ckpt_step
     if save is None or load is None or step is None or is_megatron(Path(load)):
         return

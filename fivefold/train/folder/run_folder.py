@@ -125,18 +125,19 @@ class RunFolder:
 
     @property
     def started_in(self) -> Path:
-        """The folder from which paths of the latest start count; the current one if not known."""
+        """The folder that relative paths of the latest start refer to; the current folder if not
+        known."""
         with suppress(DataError):
             return Path((self.starts() or [{}])[-1].get("folder", ""))
         return Path()
 
     def named(self, path: str) -> Path:
-        """A path in the settings of the latest start, as it was meant there."""
+        """A path from the settings of the latest start, resolved as that start resolved it."""
         return self.started_in / at_home(path, DataError)
 
     def set_aside_damaged_starts(self) -> str:
-        """Rename a damaged list of starts, so that ranks which start again begin a new one; why,
-        empty if it is not damaged."""
+        """Rename a damaged list of starts, so that ranks which start again begin a new one; return
+        the reason, empty if the list is intact."""
         try:
             self.starts()
         except DataError as error:
@@ -146,8 +147,8 @@ class RunFolder:
         return ""
 
     def identity(self) -> str | None:
-        """A hash of this run's path and first start, which another run there does not have; None
-        before the first start."""
+        """A hash of this run's path and first start, which no other run has; None before the first
+        start."""
         starts = self.starts()
         if not starts:
             return None

@@ -1,4 +1,4 @@
-"""The tokenizer in a run folder, which has to be the one that the run was trained with."""
+"""The tokenizer in a run folder, which must be the one that the run was trained with."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -56,7 +56,7 @@ def _digest(file: Path) -> str:
 
 
 def _others(run: Path) -> Iterator[Path]:
-    """Where the run had its tokenizer from: the one that it names, or the cache."""
+    """Other places that may hold the run's tokenizer: the path in its settings, or the cache."""
     with suppress(FivefoldError):
         data = read_config(RunFolder(run).config_file).data
         if data.tokenizer_model is not None:

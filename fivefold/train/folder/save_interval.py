@@ -1,4 +1,4 @@
-"""When a run saves: every so many steps, or as often as loses the least time."""
+"""When a run saves: at a fixed interval, or at the interval that loses the least time."""
 
 import time
 from collections.abc import Callable
@@ -13,10 +13,10 @@ FIRST = 5
 class SaveInterval:
     """The steps at which a run saves.
 
-    With `auto`, what a save costs decides how far the next but one is away: the mean time between
-    failures of all devices, at the rate of Llama 3's, and Daly's best interval give the time
+    With `auto`, the cost of a save decides how far away the next but one is. It is Daly's best
+    interval for the mean time between failures of all devices, at Llama 3's rate
     (`reliability.best_interval`). An asynchronous save that has to wait for the one before costs
-    more, and so makes saves rarer.
+    more, which makes saves rarer.
 
     Args:
         steps: steps between saves, 0 for none; None: `auto`.

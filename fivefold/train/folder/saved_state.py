@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint, besides its tensors: step, place in the data, model."""
+"""The state of a run in a checkpoint besides its tensors: step, position in the data, model."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -78,10 +78,10 @@ def read_state(source: Checkpointer, step: int | None) -> SavedState:
 
 
 def reading(source: Checkpointer, step: int | None, work: Callable[[int], T]) -> T:
-    """What `work` makes of the checkpoint of a step; collective, like `source`.
+    """Run `work` on the checkpoint of a step and return its result; collective, like `source`.
 
-    Where the latest is meant and the run, which goes on, removes it meanwhile, `work` takes the one
-    that is the latest then.
+    If the latest is meant, and a running job removes it meanwhile, `work` gets the newest one
+    instead.
 
     Args:
         source: checkpoints of a run.
@@ -130,10 +130,10 @@ def _differing(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def without_adapters(state: SavedState, model: ModelConfig) -> bool:
-    """Whether a checkpoint has none of the adapters that our model has."""
+    """Whether a checkpoint lacks the adapters that our model has."""
     return model.lora_rank is not None and state.model.get("lora_rank") is None
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields, with nothing left to be derived."""
+    """All fields, with derived values filled in."""
     return asdict(model.spelt_out() if model.num_attention_heads else model)

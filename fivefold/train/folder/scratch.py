@@ -1,4 +1,4 @@
-"""Folders that are locked as long as a process uses them, so that others can tell what is left."""
+"""Folders that stay locked while a process uses them, so that others can recognise leftovers."""
 
 import os
 import shutil
@@ -27,7 +27,8 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
 
 @contextmanager
 def holding(folder: Path) -> Iterator[bool]:
-    """Lock a folder for the block, as long as this process lives; whether nobody else holds it."""
+    """Lock a folder for the block, as long as this process lives; returns whether nobody else holds
+    it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:  # it has just been renamed or removed, or is not ours

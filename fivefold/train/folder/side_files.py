@@ -1,4 +1,4 @@
-"""The files beside weights on the hub, which a run keeps so that its conversion has them, too."""
+"""The files beside weights on the hub; a run keeps them for its conversion back."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ _OF_TOKENIZERS = (
 
 
 def keep_side_files(source: Path, run: Path) -> None:
-    """Copy what lies beside a Hugging Face folder's weights, or what another run kept of it."""
+    """Copy the files beside a Hugging Face folder's weights, or those that another run kept."""
     if source.resolve() == (run / SIDE).resolve():
         return
     (run / SIDE).mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,8 @@ def keep_side_files(source: Path, run: Path) -> None:
 
 
 def whole_model(run: Path) -> str | None:
-    """The multimodal family whose text model a run began with; None: it began with another."""
+    """The multimodal family whose text model a run started from; None if it did not start from
+    one."""
     file = run / SIDE / WHOLE_MODEL
     return str(_fields(file)["model_type"]) if file.is_file() else None
 

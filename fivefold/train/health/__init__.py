@@ -1,1 +1,1 @@
-"""Whether a run does well: hangs, stragglers, silent errors, steps that do harm."""
+"""Watches a run's health: hangs, stragglers, silent errors, harmful steps."""

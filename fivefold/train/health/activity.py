@@ -9,14 +9,14 @@ from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Message
 
 
 class Mark(Protocol):
-    """A place in the work of a device, such as a CUDA event."""
+    """A point in a device's work, such as a CUDA event."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Whether the device has reached it."""
         ...
 
     def elapsed_time(self, later: Any, /) -> float:
-        """Milliseconds from here to a later mark, once the device has come to both."""
+        """Milliseconds from here to a later mark, once the device has reached both."""
         ...
 
 
@@ -49,7 +49,8 @@ class Activity:
         self._since = time.monotonic()
 
     def enter(self, act: Act | None) -> None:
-        """Note that an action begins; again, that its messages are there; or that all are done."""
+        """Note that an action begins, that its messages have arrived, or that all actions are
+        done."""
         self.act, self._since = act, time.monotonic()
         self._entered.append((act, self._since, self.mark() if self.mark else None))
         if act is not None and act.kind is Kind.RECV and act.message is not None:
@@ -65,8 +66,8 @@ class Activity:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of the step's computing actions, without their waits for messages, of the device
-        that does the work; once it has done it."""
+        """Seconds that the device spent on the step's computing actions, without waits for
+        messages; known once it is done."""
         total = 0.0
         for (act, began, mark), (following, ended, after) in pairwise(self._entered):
             if act is None or act.kind not in COMPUTE or act is following:

@@ -1,4 +1,4 @@
-"""Recognises steps that do harm: of a loss or gradient that is no number, or of a spiking loss."""
+"""Recognises harmful steps: a loss or gradient that is not a number, or a loss that spikes."""
 
 import math
 from collections import deque
@@ -14,7 +14,7 @@ MOST = 10  # bad steps with no good one between them that are left out
 
 
 class BadSteps:
-    """Judges each step's result, which is the same on all ranks, and so is the judgement.
+    """Judges the result of each step, which is the same on all ranks, and so is the judgement.
 
     Args:
         training: what is checked, and what becomes of a bad step.
@@ -27,7 +27,7 @@ class BadSteps:
         self._in_a_row = self._reached = 0
 
     def remember(self, losses: Iterable[float]) -> None:
-        """Go on with the losses before a state of the run; those after it have not been."""
+        """Restore the losses of an earlier state of the run; later ones are forgotten."""
         self._losses.clear()
         self._losses.extend(losses)
 
@@ -38,18 +38,18 @@ class BadSteps:
 
     @property
     def limit(self) -> float:
-        """The loss above which the next step is a spike; infinite as long as few losses are known,
-        and if their median is 0, as for a text known by heart."""
+        """The loss above which the next step is a spike; infinite while few losses are known, or if
+        their median is 0, as for a memorised text."""
         if not self._training.check_for_spiky_loss or len(self._losses) < LEAST:
             return math.inf
         return self._training.spiky_loss_factor * median(self._losses) or math.inf
 
     def is_trial(self, result: StepResult) -> bool:
-        """Whether a step was not taken that only showed that a lower loss scale has to be tried."""
+        """Whether a skipped step only showed that the loss scale must be lowered."""
         return result.overflowed and (result.loss_scale or 0.0) > self._least_scale
 
     def look(self, step: int, result: StepResult) -> str:
-        """What is bad about a step that was not taken; empty if it is good."""
+        """What was bad about a step that was not taken; empty if the step was good."""
         wrong = ""
         if result.overflowed:
             wrong = (
@@ -80,5 +80,5 @@ class BadSteps:
 
     @property
     def too_many(self) -> bool:
-        """Whether leaving steps out does not help."""
+        """Whether so many steps were left out that leaving more out will not help."""
         return self._in_a_row > MOST

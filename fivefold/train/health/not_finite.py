@@ -49,7 +49,7 @@ def fill_finite(
     *,
     trained: bool = False,
 ) -> None:
-    """`fill_from_folder`, whose arguments these are, of weights that can be trained.
+    """`fill_from_folder`, with the same arguments, for weights that can be trained.
 
     Raises:
         CheckpointError: as for `fill_from_folder`, or a weight is an infinity or NaN.
@@ -73,7 +73,8 @@ def locate_in_state(engine: Engine) -> list[str]:
 
 
 def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str], bool]:
-    """Lines that name the origin of values that are not finite, and whether they did not recur.
+    """Lines that name the origin of values that are not finite, and whether the values failed to
+    recur.
 
     If all parameters and moments are finite, the step is run once more while every module is
     watched. Gradients are lost.
@@ -88,14 +89,14 @@ def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str
     sums = _lines(engine, gather_objects(spoilt(gradients), engine.groups.world))
     sights, finite = _repeat(engine, microbatches)
     if finite:
-        return [*sums, "run once more, the step is finite: what spoilt it came and went"], True
+        return [*sums, "run once more, the step is finite: the cause has gone"], True
     first = sorted((s.order, rank, s.what) for rank, s in enumerate(sights) if s is not None)
     seen = [f"{_name(engine, rank)}: first in {what}" for _, rank, what in first[:SHOWN]]
     return seen or sums, False
 
 
 def _repeat(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[_Sight | None], bool]:
-    """The first value of each rank that is not finite when the step is repeated, if any."""
+    """The first value on each rank that is not finite when the step is repeated, if any."""
     engine.optimizer.zero_grad()
     executor = engine.model.executor
     witness, observed = _Witness(), executor.observe

@@ -33,8 +33,8 @@ CONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Suspect:
-    """The rank that the others wait for, the reason, its stack if it answered, and whether it did
-    something between two looks: one that is late, rather than one that hangs."""
+    """The rank that the others wait for, the reason, its stack if it answered, and whether it moved
+    between two looks, so that it is late rather than hung."""
 
     rank: int
     cause: str
@@ -43,7 +43,7 @@ class Suspect:
 
 
 class RollCall:
-    """Answers for this process while its block runs; does nothing for a single process.
+    """Answers for this process while its block runs; does nothing if there is one process only.
 
     Args:
         env: environment of this rank; its store may be started later.
@@ -95,7 +95,7 @@ class RollCall:
 
 
 def key(kind: str, *names: int | str) -> str:
-    """A key of the store, which torchrun keeps when it restarts the ranks."""
+    """A key of the store, which torchrun keeps when it restarts ranks."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A host that comes or goes is no restart to torchrun's count, but another number of ranks.
@@ -104,7 +104,7 @@ def key(kind: str, *names: int | str) -> str:
 
 
 def connect(env: RankEnv) -> dist.TCPStore | None:
-    """A connection to the store of a run, or None if it is gone."""
+    """A connection to the store of a run; None if the store is gone."""
     if not _hosted(env):
         return None
     try:
@@ -114,7 +114,8 @@ def connect(env: RankEnv) -> dist.TCPStore | None:
 
 
 def _hosted(env: RankEnv) -> bool:
-    """Whether there is a store: PyTorch shows its stack where it waits for one."""
+    """Whether there is a store; asked first, because PyTorch prints its stack where it waits for
+    one."""
     return env.launcher == "local" or answers_at(env.master_addr, env.master_port)
 
 
@@ -143,10 +144,10 @@ def await_answers(
     question: int,
     pause: Callable[[float], object],
 ) -> dict[int, Answer]:
-    """The answers of ranks, once all have answered or those that have not will not.
+    """The answers of ranks, once all have answered or the missing ones will not.
 
-    On a machine with more work than cores an answer takes seconds; to name such a rank as one that
-    does not answer would hide the one that hangs. A rank that is stopped is not waited for so long.
+    On a machine with more work than cores an answer takes seconds; to call such a rank unresponsive
+    would hide the one that hangs. The wait is shorter for a rank that is stopped.
 
     Args:
         processes: process id of each rank; None for a process on another machine.

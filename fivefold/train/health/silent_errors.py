@@ -52,7 +52,7 @@ class _Hashed:
 
 
 class SilentErrors:
-    """Compares replicas at the intervals of the settings; 0: never.
+    """Compares replicas at the intervals that the settings give; 0: never.
 
     Args:
         engine: engine of this rank.
@@ -69,8 +69,8 @@ class SilentErrors:
         self._deterministic = training.deterministic_mode
 
     def look(self, step: int, *, saving: bool) -> list[str]:
-        """Lines that name ranks which differ from their replicas, the same on every rank; none if
-        all is well or nothing is due; collective.
+        """Lines that name ranks which differ from their replicas, the same on every rank; empty if
+        none differs or no comparison is due; collective.
 
         Args:
             step: number of steps done.
@@ -87,7 +87,7 @@ class SilentErrors:
 
     @torch.no_grad()
     def _compare_state(self, *, moments: bool) -> list[str]:
-        """Compare hashes in the groups of replicas; only if some differ, with names.
+        """Compare hashes within groups of replicas; find names only if some differ.
 
         Args:
             moments: whether the optimizer's are compared, too: a checkpoint keeps those of one
@@ -182,8 +182,8 @@ class SilentErrors:
         return [f"{kind}{name} of {self._names(wrong[first])} is not that of its replicas{also}"]
 
     def _compare_computation(self, step: int) -> list[str]:
-        """Let every replica compute once more what one of them, chosen at random, had in this step:
-        the loss, and where the device gives the same bits each time every gradient."""
+        """Have every replica repeat a computation of this step of one replica, chosen at random:
+        the loss, and on deterministic devices every gradient."""
         chosen = Random(f"{self._seed} {step}").randrange(self._grid.dp)
         batch = self._loader.batch_of(chosen)
         lines = self._compare_losses(batch)
@@ -207,7 +207,7 @@ class SilentErrors:
         return lines
 
     def _compare_gradients(self, batch: Sequence[Microbatch]) -> list[str]:
-        """Compare each rank's own gradients, before they are summed; they are then left."""
+        """Compare each rank's own gradients before they are summed, then drop them."""
         engine = self._engine
         hashes: dict[str, Tensor] = {}
         names: dict[Tensor, str] = {
@@ -246,8 +246,8 @@ class SilentErrors:
 def _first_difference(
     held: Mapping[int, Mapping[str, int]],
 ) -> Iterator[tuple[str, list[int], str]]:
-    """The first parameter in a backward whose gradient is not the same on all ranks, the ranks
-    where it is another, and how many more parameters differ; nothing if none does."""
+    """The first parameter in backward order whose gradient differs between ranks, the ranks that
+    differ, and the number of further such parameters; nothing if none does."""
     found = {}
     for name in next(iter(held.values())):
         if odd := odd_ones({rank: hashes.get(name) for rank, hashes in held.items()}):
@@ -259,13 +259,14 @@ def _first_difference(
 
 
 def position(name: str) -> list[tuple[int, int | str]]:
-    """A sort key of parameters' names in the order of layers: numbers within them count as such."""
+    """A sort key that puts parameter names in the order of layers: numbers in names compare as
+    numbers."""
     words = name.split(".")
     return [(0, int(word)) if word.isdecimal() else (1, word) for word in words]
 
 
 def odd_ones(values: Mapping[int, Hashable]) -> list[int]:
-    """The ranks whose value is not that of most ranks; all of them if there is no such value."""
+    """The ranks whose value differs from that of most ranks; all ranks if there is no majority."""
     (most, count), *others = Counter(values.values()).most_common()
     if not others:
         return []

@@ -18,7 +18,8 @@ cost a few percent."""
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison says: in words, empty if nobody is slow, and in numbers for the metrics."""
+    """The result of a comparison: in words, empty if no rank is slow, and in numbers for the
+    metrics."""
 
     text: str = ""
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -27,8 +28,8 @@ class Comparison:
 class Stragglers:
     """Compares the compute times of ranks that hold the same parts of the model.
 
-    Ranks of one tensor-, context- or expert-parallel group wait for each other in every layer, so
-    that a slow one makes its group slow.
+    Ranks of one tensor-, context- or expert-parallel group wait for each other in every layer, so a
+    slow one slows down its whole group.
 
     Args:
         engine: engine of this rank; its settings say over how many steps times are averaged.
@@ -56,7 +57,7 @@ class Stragglers:
 
 
 def compare(grid: Grid, seconds: Sequence[float], steps: int) -> Comparison:
-    """Hold each rank's seconds of a step, by rank, against the median of its replicas'."""
+    """Compare each rank's seconds of a step, by rank, with the median of its replicas."""
     slow, worst, slowest = [], 0.0, 0
     for replicas in grid.groups(("dp_replicate", "dp_shard")):
         usual = median(seconds[rank] for rank in replicas)

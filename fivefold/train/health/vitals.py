@@ -25,7 +25,7 @@ class Symptom:
 
 
 class Vitals:
-    """Examines each step's result, which is the same on all ranks, and so is the conclusion.
+    """Examines the result of each step, which is the same on all ranks, and so is the conclusion.
 
     Args:
         vocab_size: vocabulary size of the model, for the loss of a uniform guess.
@@ -44,7 +44,7 @@ class Vitals:
         self._loss = math.nan
 
     def look(self, result: StepResult) -> Symptom | None:
-        """The symptom of this step: reported when it begins, and again when it becomes fatal."""
+        """The symptom of this step; reported when it begins, and again when it becomes fatal."""
         if result.tokens == 0:  # nothing was asked, so there is nothing to learn
             return None
         self.dead = self.dead + 1 if result.grad_norm == 0.0 else 0

@@ -87,8 +87,8 @@ class Watchdog:
         return f"no progress for {human_seconds(self._activity.idle_seconds)} {step}"
 
     def _alarm(self) -> None:
-        """Ask, if no other rank does already, until this rank goes on; tell once, and once more if
-        the rank that was late then hangs."""
+        """Ask until this rank moves, if no other rank asks already; report once, and again if the
+        rank that was late then hangs."""
         store = None
         if self._env.launcher != "single":
             store = connect(self._env)
@@ -109,14 +109,15 @@ class Watchdog:
             store.compare_set(key("alarm"), str(self._env.rank), "")
 
     def _until_it_moves(self, seconds: float = float("inf")) -> None:
-        """Return once this rank does something else, or after so many seconds."""
+        """Return once this rank does something else, or after this many seconds."""
         deadline = time.monotonic() + seconds
         while self._is_stuck and time.monotonic() < deadline:
             if self._ended.wait(self._seconds / LOOKS):
                 return
 
     def _ask(self, store: dist.Store | None, told: bool) -> tuple[bool, bool]:
-        """Ask every rank, and say which one the others wait for, unless it moves and was told.
+        """Ask every rank and report which one the others wait for, unless that one moves and has
+        been reported.
 
         Returns:
             Whether it has been told by now; whether it may have to be told again.
@@ -176,7 +177,7 @@ class Watchdog:
 
 
 def _plural(state: str, ranks: list[int]) -> str:
-    """'waits in ...' of several ranks: 'wait in ...'."""
+    """Put 'waits in ...' into the plural: 'wait in ...'."""
     if len(ranks) == 1:
         return state
     verb, rest = state.split(" ", 1)

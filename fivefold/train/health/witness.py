@@ -1,4 +1,5 @@
-"""Looks at the main thread of this process from another thread: does it compute, wait or hang?"""
+"""Looks at the main thread of this process from another thread: whether it computes, waits or
+hangs."""
 
 import concurrent.futures.thread
 import sys
@@ -49,13 +50,13 @@ class Answer:
 
     @property
     def state(self) -> str:
-        """What it does, and where: 'waits in _await (pipeline/run/executor.py:210)'."""
+        """What the thread does, and where: 'waits in _await (pipeline/run/executor.py:210)'."""
         verb = "waits" if self.waits else "is busy" if self.moves else "hangs"
         return f"{verb} in {self.place}"
 
 
 class Witness:
-    """Tells what the thread that makes it is doing, when another thread asks.
+    """Tells another thread what the thread that created it is doing.
 
     Args:
         activity: the step and action that the thread says it is in.
@@ -113,7 +114,7 @@ def place_of(stack: traceback.StackSummary) -> str:
 
 
 def mark_work() -> torch.cuda.Event:
-    """An event that has happened once the current GPU has done the work it has been given."""
+    """An event that occurs once the current GPU has done the work given to it so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -1,1 +1,1 @@
-"""What a run asks of its machine: devices, processors, memory, open files."""
+"""What a run needs from its machine: devices, processors, memory, open files."""

@@ -1,4 +1,4 @@
-"""What the C library and the kernel are asked for by ranks that compute on CPUs."""
+"""Settings of the C library and the kernel for ranks that compute on CPUs."""
 
 import ctypes
 import os

@@ -10,7 +10,7 @@ GROWING = "expandable_segments:True"
 
 
 def set_defaults() -> None:
-    """Set what suits training, before the process groups start."""
+    """Set what suits training, before process groups start."""
     # It warns that the messages of a group run in turn, for which `mesh.groups` makes pairs.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -20,13 +20,14 @@ def set_defaults() -> None:
 
 
 def _set_default(name: str, value: str, *, once: str) -> None:
-    """Set a variable unless it is set, also by the name it once had, of which torch warns."""
+    """Set a variable unless it is set, be it by its former name, about which torch warns."""
     if once not in os.environ:
         os.environ.setdefault(name, value)
 
 
 def let_segments_grow(device: torch.device) -> None:
-    """Take memory from one growing range, in which other sizes every microbatch leave no gaps.
+    """Let the allocator take memory from one growing range, so that microbatches of varying size
+    leave no gaps.
 
     Nothing changes if the driver cannot do that, as on some virtual machines.
     """
@@ -55,7 +56,7 @@ def _set_allocator(settings: str) -> None:
 
 
 def keep_flight_record(folder: Path) -> None:
-    """Have NCCL's last 2,000 calls written to `nccl-rank-N` in a folder if one of them times out.
+    """Have NCCL write its last 2,000 calls to `nccl-rank-N` in a folder if one of them times out.
 
     `torchfrtrace` compares the files of all ranks.
     """

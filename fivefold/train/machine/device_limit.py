@@ -1,4 +1,4 @@
-"""Limits what a run may take of the memory of its device."""
+"""Limits how much of its device's memory a run may use."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ from fivefold.units import read_bytes
 def device_limit(
     memory: MemoryConfig, device: torch.device, weights: Iterable[Tensor], optimizer: Optimizer
 ) -> AbstractContextManager[object]:
-    """What is to be entered for each program: nothing on a GPU, whose allocator keeps the limit.
+    """The context to enter for each program; empty on a GPU, whose allocator keeps the limit.
 
     Args:
         memory: settings, with the limit if there is one.

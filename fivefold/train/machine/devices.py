@@ -38,14 +38,14 @@ def visible_gpus() -> int:
 
 
 def capability() -> tuple[int, int]:
-    """Compute capability of the GPUs, as the first one has it."""
+    """Compute capability of the GPUs, read from the first one."""
     import torch
 
     return _asked_apart(torch.cuda.get_device_capability, (0, 0))
 
 
 def lacks_units(precision: str, capability: tuple[int, int]) -> str:
-    """A warning where GPUs of this capability have no units for a precision; empty if they have."""
+    """A warning if GPUs of this capability have no units for a precision; else empty."""
     if precision != "bf16" or capability >= AMPERE:
         return ""
     sm = ".".join(map(str, capability))
@@ -71,16 +71,26 @@ def pci_addresses() -> list[str]:
 def _asked_apart(question: Callable[[], T], otherwise: T) -> T:
     """What CUDA answers a forked child; `otherwise` without CUDA.
 
-    If it was asked anything here, it would refuse to work in the ranks that this process forks.
+    If this process itself asked, CUDA would refuse to work in the ranks that it forks.
     """
     import torch
+
+    from fivefold.train.ranks.children import leave_signals_to_parent
+    from fivefold.train.ranks.signals import held_back
 
     if not torch.backends.cuda.is_built():
         return otherwise
     context = get_context("fork")
     reading, writing = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: writing.send(question()))
-    child.start()
+    parent = os.getpid()
+
+    def answers() -> None:
+        leave_signals_to_parent(parent)
+        writing.send(question())
+
+    child = context.Process(target=answers)
+    with held_back():
+        child.start()
     writing.close()
     try:
         answer: T = reading.recv()

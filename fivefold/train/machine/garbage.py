@@ -1,4 +1,6 @@
-"""Python's garbage, collected when the run says so.
+"""Collects Python's garbage when the run says so. || Left to itself, each rank's interpreter
+collects at a time of its own, for tens of milliseconds in which all other ranks wait; together they
+wait once.
 
 Each rank's interpreter collects when it likes, for tens of milliseconds, in which all other ranks
 wait for it; together they wait once.
@@ -13,7 +15,8 @@ from fivefold.config.training import TrainingConfig
 
 @contextmanager
 def collecting(training: TrainingConfig) -> Iterator[Callable[[int], None]]:
-    """With `manual_gc`, garbage is collected now and by what is yielded, called after each step."""
+    """With `manual_gc`, collect garbage now, and in the function that is yielded, called after each
+    step."""
     if not training.manual_gc:
         yield lambda step: None
         return

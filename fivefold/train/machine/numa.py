@@ -88,7 +88,8 @@ def choose_bindings(
 def bind(binding: Binding) -> None:
     """Bind every thread of this process; this one and those it starts prefer the node's memory.
 
-    Preferred, not required: a rank whose node is full takes memory of another rather than die.
+    The memory is preferred, not required: a rank whose node is full takes memory of another instead
+    of failing.
     """
     if sys.platform == "linux":  # elsewhere there are no bindings, see `choose_bindings`
         for thread in os.listdir("/proc/self/task"):
@@ -98,7 +99,7 @@ def bind(binding: Binding) -> None:
 
 
 def prefer_memory(node: int) -> str:
-    """Take pages of this thread, and of those it starts, from a node while it has free ones.
+    """Take this thread's pages, and those of threads it starts, from a node while it has free ones.
 
     See set_mempolicy(2), which has no wrapper in the C library.
 
@@ -198,7 +199,7 @@ def _set(file: Path) -> frozenset[int]:
 
 
 def _text(file: Path) -> str:
-    """What a file of the kernel says; nothing if there is no such file."""
+    """The content of a kernel file; empty if there is no such file."""
     try:
         return file.read_text().strip()
     except OSError:

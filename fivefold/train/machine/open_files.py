@@ -46,7 +46,7 @@ def check_open_files(layout: Layout, device_type: str) -> None:
 
 
 def open_files(groups: Mapping[str, int], device_type: str) -> int:
-    """Open files of a rank that is in groups of gloo of these sizes."""
+    """Number of open files of a rank in gloo groups of these sizes."""
     sockets = sum(size - 1 for size in groups.values())
     if device_type == "cuda":  # objects are gathered in log2 W rounds, with two ranks each
         sockets = sum(2 * ceil(log2(size)) for size in groups.values())
@@ -54,7 +54,7 @@ def open_files(groups: Mapping[str, int], device_type: str) -> int:
 
 
 def gloo_groups(layout: Layout, device_type: str) -> dict[str, int]:
-    """Sizes of the groups of several ranks for which a rank uses gloo, by purpose."""
+    """Sizes, by purpose, of the groups for which a rank uses gloo."""
     grid, parallel = layout.grid, layout.config.parallel
     sizes = {"all": grid.world_size, "checkpoints": grid.world_size}
     if device_type == "cpu":

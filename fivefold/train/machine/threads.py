@@ -28,9 +28,9 @@ class Threads:
 
 
 def said_in(variables: Mapping[str, str]) -> str | None:
-    """The environment variable that says how many threads a process has; None: none does.
+    """The environment variable that sets the number of threads of a process; None if none does.
 
-    What is no number, or empty, OpenMP says is invalid, and leaves it out, as if it were not set.
+    OpenMP reports a value that is empty or no number as invalid, and ignores it.
     """
     given = (name for name in EXPLICIT if _NUMBERS.fullmatch(variables.get(name, "")))
     return next(given, None)

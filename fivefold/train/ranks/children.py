@@ -24,7 +24,7 @@ from fivefold.train.ranks import failures
 from fivefold.train.ranks.failures import Failure
 from fivefold.train.ranks.meeting import INTERFACES
 from fivefold.train.ranks.rank_env import RankEnv
-from fivefold.train.ranks.signals import STOP_SIGNALS
+from fivefold.train.ranks.signals import STOP_SIGNALS, held_back
 
 Worker = Callable[[RankEnv], int | None]
 
@@ -50,7 +50,7 @@ class Child:
     running: bool = True
 
     def poll(self, stopping: bool) -> None:
-        """Check whether the process has ended; `stopping` says whether it was told to."""
+        """Check whether the process has ended; `stopping` says whether it was told to end."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid == 0:
             return
@@ -69,16 +69,17 @@ class Child:
 
 
 def leave_signals_to_parent(parent: int) -> None:
-    """End with process `parent`, which forked this one, and by its signals only: a terminal sends
-    Ctrl-C to the whole process group, and the parent answers."""
+    """Follow process `parent`, which forked this one while signals were `held_back`: end when it
+    ends, and heed only its signals, since a terminal sends Ctrl-C to the whole process group."""
     die_with_parent(parent)
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def import_what_ranks_import() -> None:
-    """Import once what every rank would import when it has been forked.
+    """Import, before forking, what every rank would import afterwards.
 
     The first DTensor or optimizer of a process has PyTorch import its compiler, used or not: a
     second of CPU time for each rank.
@@ -92,27 +93,24 @@ def fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int 
     sys.stderr.flush()
     reports_in, reports_out = os.pipe()
     parent = os.getpid()
-    # Signals wait until the child has its own handlers: the inherited ones would swallow them.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     # The parent's garbage is not to be collected in the child, where it may wait for threads that
     # are not there. Python's own hooks of a fork could begin to, before the child freezes it.
     collects = gc.isenabled()
-    gc.disable()
-    pid = os.fork()
-    if pid == 0:
-        gc.freeze()
-    if collects:
-        gc.enable()
-    if pid == 0:
-        status = 1
-        try:
-            _become_rank(env, parent, threads)
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-            status = _run_worker(worker, env, reports_out, errors_folder)
-        finally:
-            # Not sys.exit: the frames and exit handlers of the parent must not run here.
-            os._exit(status)
-    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    with held_back():
+        gc.disable()
+        pid = os.fork()
+        if pid == 0:
+            gc.freeze()
+        if collects:
+            gc.enable()
+        if pid == 0:
+            status = 1
+            try:
+                _become_rank(env, parent, threads)
+                status = _run_worker(worker, env, reports_out, errors_folder)
+            finally:
+                # Not sys.exit: the frames and exit handlers of the parent must not run here.
+                os._exit(status)
     os.close(reports_out)
     os.set_blocking(reports_in, False)
     return Child(env.rank, pid, reports_in)

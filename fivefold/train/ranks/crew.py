@@ -62,13 +62,13 @@ class Crew:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has failed, if only because it was told to end."""
+        """Whether a rank has failed, even if only because it was told to end."""
         return any(rank.failure for rank in self._ranks)
 
     def start(self) -> None:
         """Fork the ranks, then serve their store.
 
-        Its port is bound before, so that ranks that connect early wait in the backlog.
+        The port is bound first, so that ranks that connect early wait in the backlog.
         """
         with socket.create_server((HERE, 0), backlog=max(128, 2 * self._size)) as listener:
             self._port = listener.getsockname()[1]
@@ -93,7 +93,7 @@ class Crew:
         terminate(self._ranks)
 
     def go_on(self, failed: int, orders: Orders) -> None:
-        """Start new ranks for those that died or do not let go, and have all of them go on.
+        """Start new ranks for those that died or do not let go, and let all ranks continue.
 
         Args:
             failed: the rank that failed first.

@@ -1,4 +1,4 @@
-"""Failures of ranks: what they pass on to the launcher, and the message that is printed."""
+"""Failures of ranks: what they report to the launcher, and the message that is printed."""
 
 import re
 import signal
@@ -129,7 +129,7 @@ def disagreeing(symptom: Failure, places: Mapping[int, str]) -> Failure:
 
 
 def explain(failure: Failure, place: str, world_size: int, *, goes_on: bool = False) -> None:
-    """Print to stderr what happened on the rank `place`, and what becomes of the others."""
+    """Print to stderr what happened on the rank `place`, and what happens to the others."""
     if failure.for_user:
         print(f"error: {failure.cause}", file=sys.stderr, flush=True)
         return

@@ -21,11 +21,11 @@ def keeps_store() -> bool:
 
 
 def fresh_store(env: RankEnv, timeout: timedelta) -> dist.Store:
-    """A new store, which the first rank hosts; torchrun's own tells only where it is.
+    """A new store, hosted by the first rank; torchrun's own store only tells where it is.
 
-    torchrun's store outlives its ranks (PyTorch 2.4 and later). Groups that are made under the
-    same names again would find the addresses of dead ranks there. One value there can be old, too:
-    the port of a dead first rank, at which nobody answers.
+    torchrun's store outlives its ranks (PyTorch 2.4 and later): groups made again under the same
+    names would find the addresses of dead ranks there. One value in it can be stale as well: the
+    port of a dead first rank, at which nobody answers.
 
     Raises:
         DistError: no first rank answers within `timeout`.
@@ -50,7 +50,7 @@ def fresh_store(env: RankEnv, timeout: timedelta) -> dist.Store:
 def connected(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """A connection to a store, whose methods wait for up to `timeout`.
 
-    PyTorch waits for ever, whatever its timeout, for a process there that listens and says nothing.
+    PyTorch waits for ever, whatever its timeout, for a process that listens there and says nothing.
 
     Raises:
         DistError: what listens there is no store.

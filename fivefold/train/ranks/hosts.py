@@ -50,7 +50,7 @@ def gather_hosts() -> list[str]:
 
 
 def crossing(layout: Layout, hosts: Sequence[str]) -> str | None:
-    """What is said of tensor-parallel groups that cross hosts; None if none does.
+    """A note about tensor-parallel groups that span hosts; None if none does.
 
     Args:
         layout: layout of the ranks.
@@ -73,7 +73,7 @@ def crossing(layout: Layout, hosts: Sequence[str]) -> str | None:
 
 
 def given_settings(config: Config) -> dict[str, str]:
-    """Settings of this rank and the code that it runs, by name."""
+    """The settings and the code version of this rank, by name."""
     settings = {
         name: setting.words(config.value(name))
         for name, setting in SETTINGS.items()
@@ -84,13 +84,13 @@ def given_settings(config: Config) -> dict[str, str]:
 
 
 def given_data(data: PreparedData) -> dict[str, str]:
-    """The text that this rank has read, by where it stands."""
+    """The text that this rank has read, by its place."""
     sets = {f"validation set {name}": corpus.identity() for name, corpus in data.named.items()}
     return {name: f"{value}" for name, value in data.train.fingerprint.items()} | sets
 
 
 def check_alike(own: Mapping[str, str], hosts: Sequence[str]) -> None:
-    """See that every rank was given what the first one was; collective.
+    """Check that every rank was given the same as the first one; collective.
 
     Args:
         own: what this rank was given, by name.
@@ -127,7 +127,7 @@ def check_alike(own: Mapping[str, str], hosts: Sequence[str]) -> None:
 
 
 def check_seen(folder: Path, hosts: Sequence[str]) -> None:
-    """See that every rank finds the lock of the first one in the run folder; collective.
+    """Check that every rank sees the first rank's lock in the run folder; collective.
 
     Raises:
         ConfigError: on every rank, which ranks do not.
@@ -149,7 +149,7 @@ def check_seen(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def _read(file: Path) -> str | None:
-    """What a file says; None if it is not there."""
+    """The content of a file; None if there is no such file."""
     try:
         return file.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""How a rank joins the others, once it has been started: its device, its process group."""
+"""How a started rank joins the others: its device, its process group."""
 
 import os
 from datetime import timedelta

@@ -47,7 +47,7 @@ class End:
         return self.signum is not None
 
     def raise_if_failed(self, what: str) -> None:
-        """Raise an error if a rank failed, which has printed why.
+        """Raise an error if a rank failed; the reason has been printed.
 
         Raises:
             RanksFailed: with the message `what`.

@@ -28,7 +28,7 @@ SIZE, CAME, ALL, REFUSED = "size", "came", "all came", "refused"  # keys in the 
 
 
 def check_place(env: RankEnv) -> None:
-    """See that the host of the first rank has an address, and that the first rank may listen there.
+    """Check that the first rank's host has an address, and that the first rank may listen there.
 
     Raises:
         PlaceError: it has none, or something listens there already.
@@ -51,7 +51,7 @@ def check_place(env: RankEnv) -> None:
 
 
 def check_interfaces(variables: Mapping[str, str] = os.environ) -> None:
-    """See that the network interfaces that gloo is told to use are there.
+    """Check that the network interfaces that gloo is told to use exist.
 
     Raises:
         PlaceError: one of them is not.
@@ -68,7 +68,8 @@ def check_interfaces(variables: Mapping[str, str] = os.environ) -> None:
 def meet(env: RankEnv, timeout: timedelta) -> dist.Store:
     """The store that the first rank hosts, once every rank has come.
 
-    The first rank warns of ranks that let it wait, and one of each host of a first that does.
+    The first rank names the ranks that it waits for; if it is missing itself, one rank of each host
+    says so.
 
     Raises:
         PlaceError: another process has the same rank, the ranks do not agree how many they are, or

@@ -198,7 +198,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    """A port that is the same on every rank, and differs between jobs and steps of a job."""
+    """A port that is the same on every rank and differs between jobs and their steps."""
     job = _integer(variables, "SLURM_JOB_ID", 0)
     step = _integer(variables, "SLURM_STEP_ID", 0)
     return SLURM_FIRST_PORT + (31 * job + step) % SLURM_PORTS

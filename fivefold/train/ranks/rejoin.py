@@ -30,8 +30,8 @@ Orders = dict[str, Any]
 
 
 def keep_on(work: Callable[[RankEnv, Orders | None], int], env: RankEnv) -> int:
-    """Run `work(env, orders)` until it ends by itself; again, in a new generation, whenever this
-    rank has lost another one.
+    """Run `work(env, orders)` until it ends by itself; repeat it, in a new generation, each time
+    this rank loses another one.
 
     Args:
         work: what a generation does; the first one of all has no orders.
@@ -50,8 +50,8 @@ def keep_on(work: Callable[[RankEnv, Orders | None], int], env: RankEnv) -> int:
 
 
 def _let_go() -> None:
-    """Close every connection. Whatever refers to a group keeps it open, as do torch's meshes (seen
-    in 2.13), which DTensor's caches of operations hold for ever."""
+    """Close every connection. Any reference to a group keeps it open; so do torch's meshes (seen in
+    2.13), which DTensor's operation caches hold for ever."""
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group()
     gc.collect()
@@ -99,7 +99,7 @@ class Generations:
         return late
 
     def begin(self, orders: Orders) -> None:
-        """Start the next generation, of whom the new ranks have been started."""
+        """Start the next generation, whose new ranks have been started."""
         self.latest += 1
         with contextlib.suppress(dist.DistError):
             self._store.set(key("orders", self.latest), json.dumps(orders))

@@ -28,9 +28,9 @@ KILLS = 10  # after the same step
 class Restarts:
     """Decides whether ranks that failed are started again.
 
-    A failure that comes back after the same step, on whichever rank is the first to notice, is of
-    the run itself, such as of its data or settings: it would come back each time. What kills a rank
-    from outside may do so several times, and is of the run only if it does not stop.
+    A failure that recurs after the same step, on whichever rank notices it first, comes from the
+    run itself, for example its data or settings, and would recur each time. A cause that kills
+    ranks from outside may do so several times; it counts as the run's own only if it does not stop.
 
     Attributes:
         most: number of restarts of one command.
@@ -44,7 +44,7 @@ class Restarts:
     _seen: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def refusal(self, end: End, step: int) -> str | None:
-        """Why the ranks are not started again; None: they are, and it counts.
+        """Why the ranks are not started again; None: they are, and the restart is counted.
 
         Args:
             end: how the ranks ended.
@@ -63,7 +63,7 @@ class Restarts:
         return None
 
     def told(self, origin: Origin | None, done: int) -> str:
-        """A line on what the ranks that are started again begin with.
+        """A line about the state from which restarted ranks begin.
 
         Args:
             origin: where they begin, unless memory has a later state.
@@ -90,7 +90,7 @@ class Again(NamedTuple):
 
     @classmethod
     def of(cls, orders: Orders) -> "Again":
-        """What `orders` says."""
+        """Parse `orders`."""
         origin = orders["origin"]
         if origin is not None:
             named = [name for name in _PATHS if origin[name] is not None]
@@ -99,7 +99,7 @@ class Again(NamedTuple):
 
     @property
     def orders(self) -> Orders:
-        """The same, to be sent to ranks."""
+        """This start as text for the ranks."""
         origin = None if self.origin is None else asdict(self.origin)
         if origin is not None:
             origin |= {name: str(origin[name]) for name in _PATHS if origin[name] is not None}
@@ -112,7 +112,7 @@ _PATHS = tuple(f.name for f in fields(Origin) if Path in (f.type, *get_args(f.ty
 
 @dataclass
 class NextStart:
-    """Finds whether and where ranks start after a failure.
+    """Finds whether ranks start again after a failure, and from where.
 
     Attributes:
         restarts: decides whether they do.
@@ -129,7 +129,7 @@ class NextStart:
     finished: bool = False
 
     def __call__(self, end: End) -> tuple[Again | None, str]:
-        """The next start, None if there is none, and a line on it."""
+        """The next start (None if there is none), and a line about it."""
         if not self.restarts.most:
             return None, ""
         done = self.folder.last_step()
@@ -149,7 +149,7 @@ class NextStart:
 def restarting(
     ranks: Callable[[Origin | None, str], End], origin: Origin | None, following: NextStart
 ) -> End:
-    """Train on ranks that are started again after a failure; return how the last ones ended.
+    """Train, and start the ranks again after failures; return how the last ones ended.
 
     Args:
         ranks: starts ranks from an origin, after a failure, and waits for their end.

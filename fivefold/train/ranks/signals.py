@@ -1,5 +1,6 @@
 """What asks a run to stop: Ctrl-C, a scheduler before its time limit, the launcher, a duration."""
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -15,18 +16,29 @@ SAME_PRESS_SECONDS = 0.5  # terminals and wrappers often deliver one Ctrl-C twic
 
 
 def passed_on(signum: int) -> int:
-    """The signal by which a launcher passes on a signal to its ranks."""
+    """The signal that a launcher sends to its ranks for a signal it gets."""
     return INTERRUPT if signum == signal.SIGINT else signum
 
 
 @contextmanager
 def leaving_in_order() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 raise SystemExit in the block, so that locks and files are released."""
+    """SIGTERM and SIGUSR1 raise SystemExit in the block, so that locks and files are released.
+
+    Ctrl-C raises KeyboardInterrupt, as it does anyway, but only once where it is delivered twice:
+    the second would end what the first has begun to clean up.
+    """
+    pressed = -math.inf
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
+        nonlocal pressed
+        if signum != signal.SIGINT:
+            raise SystemExit(128 + signum)
+        before, pressed = pressed, time.monotonic()
+        if pressed - before > SAME_PRESS_SECONDS:
+            raise KeyboardInterrupt
 
-    noticed = [s for s in LEAVE_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
+    signums = (*LEAVE_SIGNALS, signal.SIGINT)
+    noticed = [s for s in signums if signal.getsignal(s) != signal.SIG_IGN]
     previous = {signum: signal.signal(signum, leave) for signum in noticed}
     try:
         yield
@@ -35,8 +47,22 @@ def leaving_in_order() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
+@contextmanager
+def held_back() -> Iterator[None]:
+    """`STOP_SIGNALS` wait for the end of the block, in which a process is forked.
+
+    The child would inherit handlers that swallow them, until it has its own and lets them through
+    (`children.leave_signals_to_parent`); what Python itself does around a fork swallows exceptions.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def leave_at_once() -> None:
-    """Have SIGTERM and SIGUSR1 end this process also where no handler would run: a rank that a
+    """Have SIGTERM and SIGUSR1 end this process even where no handler would run: a rank that a
     launcher ends may be waiting for another one."""
     for signum in LEAVE_SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:
@@ -71,7 +97,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """What has asked: a signal, the interval, the duration, or else another rank."""
+        """What asked to stop: a signal, the interval, the duration, or else another rank."""
         if self.signum in (signal.SIGINT, INTERRUPT):
             return "interrupt"
         if self.signum is not None:

@@ -101,9 +101,9 @@ def _explain(
 
 
 def _tell_torchrun(error: BaseException) -> None:
-    """Write an error that is a surprise where torchrun's summary of failed ranks looks for it.
+    """Write an unexpected error to the file where torchrun's summary of failed ranks looks for it.
 
-    It may end this rank at any moment, and would itself fail if it read half a file.
+    torchrun may end this rank at any moment, and would itself fail on half a file.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not isinstance(error, FivefoldError | SystemExit):
@@ -122,8 +122,8 @@ def _ask(
     describe: Callable[[int], str] | None,
     errors_folder: Path | None,
 ) -> None:
-    """Let one rank find out and print which rank the others waited for; the others wait, because
-    the launcher ends all ranks as soon as one has exited."""
+    """Let one rank find and print which rank the others waited for, while they wait: the launcher
+    ends all ranks as soon as one has exited."""
     store.set(key("waited", env.rank), failure.place)
     if store.add(key("asking"), 1) > 1:
         _await(store, TOLD, 2 * SEARCH_SECONDS)
@@ -147,8 +147,8 @@ def _ask(
 
 
 def _leave(store: dist.Store, env: RankEnv, outlives: bool = False) -> None:
-    """Let others read what has been said, and leave the store, before it goes with the first rank:
-    torch would print its stack for who still waits there.
+    """Give others time to read what was said, and leave the store before the first rank takes it
+    down: torch prints its stack for ranks that still wait there.
 
     Args:
         store: store of the run.

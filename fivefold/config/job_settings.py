@@ -1,0 +1,93 @@
+"""A job's settings by path, as files of other trainers nest them; what is read of them is noted."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from fivefold.errors import Mistakes, shown
+
+N = TypeVar("N", int, float)
+_MOST = 1e19  # sys.maxsize, which some files have, and less than what no float can hold
+
+
+class Left(NamedTuple):
+    """A setting that nobody has asked for; `off`: it is within something that is switched off."""
+
+    path: str
+    value: Any
+    off: bool
+
+
+@dataclass
+class JobSettings:
+    """The settings of a job; it notes which of them have been read.
+
+    A setting has a path such as "training.steps". Whole numbers may be written as 5e8.
+
+    Attributes:
+        given: what the job says, nested.
+        mistakes: settings of the wrong kind.
+    """
+
+    given: Mapping[str, Any]
+    mistakes: Mistakes = field(default_factory=Mistakes)
+    _read: set[str] = field(default_factory=set)
+
+    def get(self, path: str) -> Any:
+        """A setting; None: it is not given."""
+        self._read.add(path)
+        value: Any = self.given
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    def mention(self, *paths: str) -> None:
+        """Mark settings as understood."""
+        self._read.update(paths)
+
+    def number(self, path: str, default: N) -> N:
+        """A number; a whole one where the default is."""
+        value = self.get(path)
+        if value is None:
+            return default
+        there = isinstance(value, int | float) and not isinstance(value, bool)
+        if there and abs(value) <= _MOST and (isinstance(default, float) or value == int(value)):
+            return type(default)(value)
+        kind = "a number" if isinstance(default, float) else "a whole number"
+        self.mistakes.add(f"{path} cannot be {shown(value)}: it is {kind}")
+        return default
+
+    def count(self, path: str) -> int | None:
+        """A whole number from 1 on; None: it is not given."""
+        value = self.number(path, 0)
+        if value < 1 and self.get(path) is not None:
+            self.mistakes.add(f"{path} cannot be {shown(self.get(path))}: it is 1 or more")
+        return value if value > 0 else None
+
+    def flag(self, path: str, default: bool = False) -> bool:
+        """A switch."""
+        value = self.get(path)
+        if value is not None and not isinstance(value, bool):
+            self.mistakes.add(f"{path} cannot be {shown(value)}: it is true or false")
+        return value if isinstance(value, bool) else default
+
+    def word(self, path: str) -> str:
+        """A word in small letters; empty: it is not given."""
+        value = self.get(path)
+        if value is not None and not isinstance(value, str):
+            self.mistakes.add(f"{path} cannot be {shown(value)}: it is a word")
+        return value.lower() if isinstance(value, str) else ""
+
+    def unread(self) -> list[Left]:
+        """What nobody has asked for."""
+        return [left for left in leaves(self.given) if left.path not in self._read]
+
+
+def leaves(value: Mapping[str, Any], before: str = "", off: bool = False) -> Iterator[Left]:
+    """Every setting by its path."""
+    off = off or value.get("enabled") is False
+    for name, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            yield from leaves(inner, f"{before}{name}.", off)
+        else:
+            yield Left(f"{before}{name}", inner, off)
