@@ -200,6 +200,7 @@ def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
     width = ELEMENT_BYTES[values["precision"]]
     values["min_offloaded_tensor_size"] = -(-values["min_offloaded_tensor_size"] // width)
     values["add_qkv_bias"] = model.qkv_bias
+    values["attention_out_bias"], values["mlp_bias"] = model.output_bias, model.inner_bias
     values["qk_layernorm"] = model.qk_layernorm or model.multi_latent_attention
     values["num_query_groups"] = model.num_query_groups
     values["mtp_num_layers"] = model.mtp_num_layers or None

@@ -234,6 +234,14 @@ CHANGES: Mapping[str, Change] = {
     "position_embedding_type": Change(
         "learned_absolute", {"use_rope_scaling": False, "rotary_base": 10_000.0}
     ),
+    "position_embedding_offset": Change(
+        2,
+        {
+            "position_embedding_type": "learned_absolute",
+            "use_rope_scaling": False,
+            "rotary_base": 10_000.0,
+        },
+    ),
     "rotary_base": Change(20_000.0),
     "rotary_base_local": Change(20_000.0, {"window_size": 1024}),
     "num_query_groups_local": Change(4, _WINDOWS),
@@ -266,6 +274,12 @@ CHANGES: Mapping[str, Change] = {
     "parallel_residual": Change(True),
     "parallel_residual_one_norm": Change(True, {"parallel_residual": True}),
     "layernorm_bias": Change(False, {"normalization": "LayerNorm"}),
+    "norm_elementwise_affine": Change(False),
+    "embed_layernorm": Change(True),
+    "attention_out_bias": Change(True),
+    "mlp_bias": Change(True),
+    "lm_head_bias": Change(True),
+    "clip_qkv": Change(8.0),
     "glu_linear_offset": Change(1.0),
     "activation_func_clamp_value": Change(7.0),
     "activation_func": Change("gelu", {"gated_linear_unit": False, "activation_func": "gelu_tanh"}),
@@ -279,6 +293,7 @@ CHANGES: Mapping[str, Change] = {
     "softmax_type": Change("learnable"),
     "untie_embeddings_and_output_weights": Change(False),
     "hidden_dropout": Change(0.25),
+    "embedding_dropout": Change(0.25),
     "attention_dropout": Change(0.25),
     "attention_output_gate": Change(True),
     "experimental_attention_variant": Change(

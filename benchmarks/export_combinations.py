@@ -35,7 +35,7 @@ _MORE: Mapping[str, tuple[Any, ...]] = {
     "moe_token_dispatcher_type": ("allgather", "flex"),
     "fp8_recipe": ("tensorwise", "rowwise", "blockwise", "mxfp8"),
     "rope_type": ("rope",),
-    "activation_func": ("silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu", "xielu"),
+    "activation_func": ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "xielu"),
     "gated_linear_unit": (True, False),
     "add_bias_linear": (True,),
     "num_layers": (7, 30, 33),

@@ -80,7 +80,7 @@ def check_smaller_batches(layout: Layout, mistakes: Mistakes) -> None:
         )
 
     size = refused(training.batch_sizes)
-    if size is None or size == training.global_batch_size:  # which is not the ramp's mistake
+    if size is None or size == training.global_batch_size:  # not a mistake of the ramp
         return
     full, whole = training.global_batch_size, unit * (group or pp)
     samples = training.rampup_batch_size[2]

@@ -26,7 +26,7 @@ except ImportError:
 
 T = TypeVar("T")
 
-_REFUSED = (  # by the system, whatever the program does
+_REFUSED = (  # errors by which the system refuses, whatever the program does
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE),
     *(errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
 )
@@ -72,7 +72,7 @@ def temporary_path(target: Path) -> Path:
 def temporary_paths(folder: Path, pattern: str) -> list[Path]:
     """Files in a folder that have names of `temporary_path`, for targets whose names match.
 
-    Each is either being written, or left by a process that was killed.
+    Each is being written, or was left by a process that was killed.
     """
     return [*folder.glob(f".tmp-{'[0-9a-f]' * 8}-{pattern}")]
 
@@ -94,8 +94,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 
 def _is_stream(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a device, a pipe or, like /dev/stdout and /dev/fd/3, a file that is already
-    open."""
+    """Whether this is a device, a pipe or, like /dev/stdout and /dev/fd/3, an open file."""
     place = Path(path)
     if place.is_symlink() and place.parent.resolve().parts[:2] in (("/", "dev"), ("/", "proc")):
         return True
@@ -164,7 +163,7 @@ def telling_system_errors(
         cause = full or problem
         if not isinstance(cause, OSError):
             raise
-        names = (cause.filename2, cause.filename)  # of a renaming, what it was to become
+        names = (cause.filename2, cause.filename)  # of a rename, the new name first
         named = next((name for name in names if isinstance(name, str | os.PathLike)), None)
         if full is None:
             nowhere = cause.errno == errno.ENOENT and named is not None and os.path.islink(named)
@@ -315,8 +314,7 @@ def parse_json(
 
 
 def _half_pair(text: str) -> str | None:
-    """The message that an escape is half of a surrogate pair, which Python writes and JSON readers
-    refuse."""
+    """The message for an escaped half of a surrogate pair: Python writes it, JSON forbids it."""
     pair_or_other = r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\[^u]"
     half = re.search(r"\\u[dD][89a-fA-F]..", re.sub(pair_or_other, "", text))
     return half and f"{half[0]} is half of a surrogate pair, which is no character"

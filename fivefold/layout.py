@@ -64,8 +64,7 @@ class Layout:
 
     @property
     def node_sizes(self) -> tuple[NodeSizes, NodeSizes]:
-        """Sizes of ZeRO++'s node groups within the sharding groups, for dense parameters and for
-        experts."""
+        """Sizes of ZeRO++'s node groups: for dense parameters, and for experts."""
         parallel = self.config.parallel
         return NodeSizes.of(parallel), NodeSizes.of_experts(parallel, self.grid)
 
@@ -78,14 +77,12 @@ class Layout:
 
     @property
     def sends_dx_first(self) -> bool:
-        """Whether a dX outside of pairs is sent before its dW, even if the schedule computes both
-        together."""
+        """Whether a dX outside of pairs is sent before its dW, even within one action."""
         return self.config.parallel.pipeline_dx_first and self.defers_weights
 
     @property
     def fuses_accumulation(self) -> bool:
-        """Whether matrix products add weight gradients directly to those of earlier
-        microbatches."""
+        """Whether products add weight gradients directly to those of earlier microbatches."""
         training, parallel = self.config.training, self.config.parallel
         keeps = not parallel.sharding.splits_gradients  # which leave with every microbatch
         again = self.num_microbatches * parallel.num_sequence_slices > 1
@@ -93,8 +90,7 @@ class Layout:
 
     @property
     def fills_messages(self) -> bool:
-        """Whether matrix products write weight gradients directly into the buffers that ranks
-        sum."""
+        """Whether products write weight gradients directly into the buffers that ranks sum."""
         return self.grid.dp * self.grid.cp > 1 and not self.config.gathers_weights()
 
     @property

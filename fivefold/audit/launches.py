@@ -77,7 +77,7 @@ class LayerLaunches(Launches):
         self._forwards: list[int] = []
         self._backwards: list[int] = []
         self._began = 0
-        self._open: dict[nn.Module, int] = {}  # backwards that run, and the count at their start
+        self._open: dict[nn.Module, int] = {}  # layers in their backward -> the count at its start
 
     @property
     def of_a_layer(self) -> tuple[float, float] | None:
@@ -94,7 +94,7 @@ class LayerLaunches(Launches):
             block.callback(layer.register_forward_hook(self._after_forward).remove)
 
     def _before_forward(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if not self._open:  # else a backward runs it again
+        if not self._open:  # a forward within a backward is a recomputation
             self._began = self.count
             if arguments[0].requires_grad and torch.is_grad_enabled():
                 arguments[0].register_hook(lambda _: self._after_backward(layer))

@@ -248,7 +248,7 @@ def _hidden(what: str, found: Sequence[tuple[float, float, int]]) -> Iterator[Fi
     """The finding for time spent waiting for copies, on the rank with the longest: (waited, moved,
     rank)."""
     waited, moved, rank = max(found)
-    if moved:  # copies that the host does not make itself take it no time
+    if moved:  # copies that the host only starts cost it no time
         hidden = max(0.0, 1 - waited / moved)
         note = f"of {human_seconds(moved)} of reading, writing and copying, {hidden:.0%} was hidden"
         yield Finding(f"waited for {what}", waited, human_seconds, rank=rank, note=note)

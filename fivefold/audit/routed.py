@@ -82,7 +82,7 @@ class ChosenExperts:
         ranks_TK = seen.experts_TK // seen.here
         if seen.kept_TK is not None:
             ranks_TK = ranks_TK.masked_fill(~seen.kept_TK, self._ranks)
-        # What was dropped is counted to one more rank.
+        # Dropped tokens are counted for one further rank.
         counts_TP = ranks_TK.new_zeros(len(ranks_TK), self._ranks + 1)
         counts_TP = counts_TP.scatter_add_(1, ranks_TK, torch.ones_like(ranks_TK))[:, :-1]
         kept = seen.experts_TK if seen.kept_TK is None else seen.experts_TK[seen.kept_TK]

@@ -146,7 +146,7 @@ class StreamWatch(Watch):
     def _record(self, event: Any, result: Any, stream: Any = None) -> None:
         with self._lock:
             mark = self.races.mark(_name(stream or torch.cuda.current_stream()))
-            # On the event: torch frees events of CUDA without a word to weak references.
+            # Kept on the event, since torch destroys CUDA events without notifying weak references.
             event.reached = self, mark
 
     def _wait(self, event: Any, result: Any, stream: Any = None) -> None:

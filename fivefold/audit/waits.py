@@ -36,7 +36,7 @@ def awaited(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
     name = func.name().partition(".")[0]
     if name in READS:
         return True
-    if name == "aten::index":  # of the elements that a mask selects, the host needs the number
+    if name == "aten::index":  # the host needs the number of elements that a mask selects
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
     if name not in _COPIES:
         return False

@@ -87,12 +87,12 @@ class _Mode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is _DEVICE and hasattr(args[0], "fake_device"):
-            return args[0].fake_device  # torch asks it of each tensor without values, several times
+            return args[0].fake_device  # torch asks several times for each tensor
         # A DTensor runs first and comes back as the operations that it is made of.
         if DTensor in types:
             return NotImplemented
-        # Of operations that are new to it, DTensor learns on tensors without memory what they give.
-        others = torch._C._len_torch_dispatch_stack()  # seldom any, and quicker asked than which
+        # DTensor runs a new operation once on tensors without memory, to learn its result.
+        others = torch._C._len_torch_dispatch_stack()  # rarely any; cheaper to ask than which
         run = _execute if others and active_fake_mode() is not None else self._ask
         return run(func, args, kwargs or {})
 

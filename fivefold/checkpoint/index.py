@@ -64,7 +64,7 @@ class _Place(Struct):
     relative_path: str
     offset: _Count
     length: _Count
-    transform_descriptors: None = None  # compression etc., which is neither written nor read
+    transform_descriptors: None = None  # e.g. compression; neither written nor read
 
 
 class _Metadata(Struct):

@@ -65,7 +65,7 @@ class LocalCheckpoints:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._complete = 0
-        # A step whose state all ranks can get, and for each rank one on whose host its file lies.
+        # A step whose state every rank can get, and for each rank one whose host has its file.
         self._found: tuple[int, tuple[int, ...]] | None = None
         self.damage = ""
 
@@ -170,7 +170,7 @@ class LocalCheckpoints:
         """Remove this rank's states, since the run is saved elsewhere."""
         self.wait()
         self._remove_all_but()
-        with suppress(OSError):  # others still have files there
+        with suppress(OSError):  # other ranks still have files there
             self._folder.rmdir()
 
     def _write(self, step: int, pieces: dict[str, Piece], meta: str) -> None:
@@ -179,7 +179,7 @@ class LocalCheckpoints:
         try:
             write_state(path, pieces, meta)
             size = path.stat().st_size
-        except Exception as error:  # the neighbour still waits for a size
+        except Exception as error:  # the neighbour still waits for a size, so fail only later
             problem = error
         self._exchange(path, size)
         if problem is not None:
@@ -242,12 +242,12 @@ class LocalCheckpoints:
         folders: list[Path] = []
         with suppress(FileNotFoundError):
             folders = [*self._folder.glob("step-*")]
-        # What was being written when a rank died; safetensors has names of its own for that.
+        # Files being written when a rank died; safetensors has temporary names of its own.
         patterns = [".tmp*", *(f"rank-{rank:05d}-*" for rank in {self._team.rank, self._from})]
         for folder in folders:
             if folder.name in map(_folder, steps):
                 continue
-            with suppress(OSError):  # other ranks still have files there, or have removed it
+            with suppress(OSError):  # other ranks still have files there, or removed it
                 for path in [path for pattern in patterns for path in folder.glob(pattern)]:
                     path.unlink(missing_ok=True)
                 folder.rmdir()
@@ -273,7 +273,7 @@ def latest_complete(folder: Path, world_size: int) -> int | None:
 def _listed(folder: Path) -> dict[int, set[str]]:
     """Map each step to the names of its files on this host."""
     found: dict[int, set[str]] = {}
-    with suppress(FileNotFoundError):  # a rank that still lives removes an old step
+    with suppress(FileNotFoundError):  # another rank may just remove an old step
         for path in folder.glob("step-*/rank-*"):
             step = _STEP.fullmatch(path.parent.name)
             if step and _FILE.fullmatch(path.name):

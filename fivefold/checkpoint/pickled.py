@@ -32,7 +32,7 @@ _WITHOUT_EFFECT = {  # strides in memory, and the path that the checkpoint was w
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
 }
-_MEMBER = "builtins.getattr"  # by which Python before 3.11.4 pickles a member of an enumeration
+_MEMBER = "builtins.getattr"  # Python before 3.11.4 pickles enumeration members by it
 _NAMES = {*DTYPES, *_CLASSES, _SHAPE, _MEMBER, *_WITHOUT_EFFECT}
 
 

@@ -62,7 +62,7 @@ def _read(stream: IO[bytes], slot: Slot, dtype: torch.dtype) -> Tensor:
     data = io.BytesIO(stream.read(slot.length))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of damaged data, which is reported below
+            warnings.simplefilter("ignore")  # about damaged data, which is reported below
             found = torch.load(data, "cpu", weights_only=True)
     except Exception as error:  # torch documents no set of errors for invalid data
         raise _no_tensor(slot, f"{type(error).__name__} in torch.load") from None

@@ -192,8 +192,8 @@ def _overview() -> str:
             "",
             *listed([(f"  {verb}", summary) for verb, summary in VERBS.items()]),
             "",
-            "fivefold help COMMAND shows its flags, fivefold help FLAG one flag,",
-            "fivefold help WORD all that match it, such as fivefold help muon.",
+            "fivefold help COMMAND shows its flags, help FLAG one flag,",
+            "help WORD all that match it, such as fivefold help muon.",
             "fivefold --version",
             "try: fivefold train demo --nproc 4",
         ]

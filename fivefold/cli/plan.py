@@ -93,7 +93,7 @@ def _calibrate(argv: Sequence[str]) -> int:
 
     options = alone(argv, "calibrate", "nproc", "device")
     assert options.calibrate is not None
-    ranks(options.nproc)  # which says why there can be none
+    ranks(options.nproc)  # raises if these ranks are impossible
     from fivefold.calibrate.run import calibrate
 
     return calibrate(Path(options.calibrate), options.nproc, options.device)

@@ -96,7 +96,7 @@ def _continue(sampler: "Sampler", how: "Sampling", prompts: list[str]) -> None:
 def _show(sampler: "Sampler", begin: str, news: Iterator[str]) -> str:
     """Print a text while it is written, and return what is new."""
     out = sys.stdout if sampler.speaks else StringIO()
-    written = next(news, "")  # what is wrong with a prompt is told without it
+    written = next(news, "")  # raises here, before any output, if a prompt is wrong
     out.write(begin + written)
     out.flush()
     for new in news:

@@ -172,7 +172,7 @@ def _cut(options: Options, study: Study, measured: "MeasuredPieces | None") -> C
         if given := changed(options, OF_A_MODEL):
             flags = " and ".join(setting.flag for setting in given)
             what = f"{flags} needs a model, and there is no --balance"
-            if options.measured is not None:  # of which most models have other layers
+            if options.measured is not None:  # most models have layers that the run lacks
                 attempt = "--balance MODEL, whose layers are those of the run"
                 raise ConfigError(Mistake(what, attempt=attempt))
             raise ConfigError(Mistake(what, works=("--balance deepseek-v3",)))

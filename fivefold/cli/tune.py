@@ -44,7 +44,7 @@ from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
 from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.units import human_seconds, table
 
-EACH = 8  # layouts of a machine that are looked at
+EACH = 8  # layouts that are considered for each machine
 TrialSteps = Annotated[int, Allowed(lambda v: v >= 2, "at least 2")]
 
 
@@ -94,7 +94,7 @@ def run(argv: Sequence[str]) -> int:
         out.mkdir(parents=True, exist_ok=True)
     machine = _machine(options.cluster, world, options.device, out)
     planned = partial(candidates, loaded, world)
-    planned(machine)  # what is wrong is said before anything is read or started
+    planned(machine)  # report mistakes before anything is read or started
     from fivefold.train.trial import try_layout
 
     data = open_data(config, print)

@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     story = read_story(folder)
     if options.once or not console.is_terminal:
-        print("\n".join(view(story, console.width)))  # rich would leave where a reader has gone
+        print("\n".join(view(story, console.width)))  # rich would exit if the reader has gone
         return 0
     with Live(Text(""), console=console, auto_refresh=False, screen=False) as live:
         while True:
@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
             if story.is_finished:
                 return 0
             time.sleep(options.interval)
-            with suppress(DataError):  # a file that is being replaced; the next look sees it
+            with suppress(DataError):  # the file is being replaced; the next look reads it
                 story = read_story(folder)
 
 

@@ -30,6 +30,9 @@ class Architecture:
     layernorm_bias: bool = option(
         True, "give LayerNorm a bias (Cohere's models have none); RMSNorm never has one"
     )
+    norm_elementwise_affine: bool = option(
+        True, "norms of the residual stream have weights; those of OLMo 1 and nanochat have none"
+    )
     norm_epsilon: Positive = option(1e-5, "added to the variance by the normalisation layers")
     apply_layernorm_1p: bool = option(
         False, "multiply by 1 + the weight of a norm, which starts at 0, as Gemma does"
@@ -39,15 +42,13 @@ class Architecture:
         "where attention and MLP are normalised: their inputs, their outputs (EXAONE 4), or "
         "both (GLM-4)",
     )
-    embedding_multiplier: Positive = option(
-        1.0, "factor of token embeddings, 12 in Granite for example"
+    embedding_multiplier: Positive = option(1.0, "factor of token embeddings, 12 in Granite")
+    embed_layernorm: bool = option(
+        False, "normalise the embeddings of tokens before the first layer, as nanochat does"
     )
-    residual_multiplier: Positive = option(
-        1.0, "factor of the outputs of attention and MLP, as in Granite"
-    )
+    residual_multiplier: Positive = option(1.0, "factor of both branches' outputs, as in Granite")
     layer_scalar: Positive | None = option(
-        None,
-        "multiply each layer's output by an untrained factor, initially this (Gemma 4)",
+        None, "multiply each layer's output by an untrained factor, initially this (Gemma 4)"
     )
     logits_scaling: Positive = option(1.0, "logits are divided by this, as in Granite")
     softmax_scale: Positive | None = option(
@@ -62,6 +63,7 @@ class Architecture:
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = option(
         "rope", "position encoding: rotary, a learned table, or none, as in Nemotron-H"
     )
+    position_embedding_offset: Whole = option(0, "rows before that of the first position: 2 in OPT")
     rotary_base: Positive = option(10000.0, "base (theta) of RoPE")
     rotary_base_local: Positive | None = option(
         None,
@@ -125,24 +127,22 @@ class Architecture:
         True, "round the ends of YaRN's ramp to whole feature pairs"
     )
     longrope_short_factor: tuple[Positive, ...] = option(
-        (),
-        "LongRoPE divides the frequency of each feature pair by these, up to the original length",
+        (), "LongRoPE divides frequencies of feature pairs by these, up to the original length"
     )
     longrope_long_factor: tuple[Positive, ...] = option(
-        (),
-        "LongRoPE divides them by these if seq_length is longer than the original",
+        (), "LongRoPE divides them by these if seq_length is longer than the original"
     )
     longrope_attention_factor: Positive | None = option(
         None,
         "LongRoPE scales rotary features by this; none: sqrt(1 + ln(max_position_embeddings / "
         "original) / ln(original)), at least 1",
     )
-    activation_func: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu", "xielu"] = (
-        option(
-            "silu",
-            "activation of the MLP; quick_gelu is x sigmoid(1.702 x), squared_relu is max(x, "
-            "0)^2; xielu has learned parameters, as in Apertus",
-        )
+    activation_func: Literal[
+        "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "xielu"
+    ] = option(
+        "silu",
+        "activation of the MLP; quick_gelu is x sigmoid(1.702 x), squared_relu is max(x, 0)^2; "
+        "xielu has learned parameters, as in Apertus",
     )
     gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
     glu_linear_offset: float = option(
@@ -153,6 +153,10 @@ class Architecture:
     )
     add_bias_linear: bool = option(False, "give every linear layer of a block a bias")
     add_qkv_bias: bool = option(False, "give the query, key and value projections a bias")
+    attention_out_bias: bool = option(False, "give the output projection of attention a bias")
+    mlp_bias: bool = option(False, "give the linear layers of MLPs a bias, as GPT-J does")
+    lm_head_bias: bool = option(False, "give the output layer a bias, as Phi-1 and 2 do")
+    clip_qkv: Positive | None = option(None, "bound of queries, keys and values, as in OLMo 1.7")
     qk_layernorm: bool = option(
         False,
         "normalise each query and key head, as Qwen3 does (MLA always normalises latents)",
@@ -174,6 +178,7 @@ class Architecture:
     )
     untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
     hidden_dropout: Share = option(0.0, "dropout of embeddings and of both residual branches")
+    embedding_dropout: Share | None = option(None, "dropout of embeddings; none: hidden_dropout")
     attention_dropout: Share = option(0.0, "dropout of attention probabilities")
     softmax_type: Literal["vanilla", "learnable"] = option(
         "vanilla",

@@ -66,7 +66,7 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Megatron-LM's switches that say with one word what is a value here."""
 
-_SWITCHED = re.compile(r"true|false|none|[\d.]+", re.IGNORECASE)  # what others give to switches
+_SWITCHED = re.compile(r"true|false|none|[\d.]+", re.IGNORECASE)  # values given to switches
 _DASHES = "-\u2013\u2014"  # documents turn "--" into en or em dashes, which are then pasted
 
 
@@ -211,7 +211,7 @@ class _Scanner:
         theirs = foreign(name, known)
         meant = [flag] if (flag := theirs.meant(known)) else []
         if theirs.flags and not meant:
-            theirs = Foreign()  # of another command
+            theirs = Foreign()  # the name belongs to another command
         if not meant and not theirs.note:
             close = get_close_matches(name, known, n=1, cutoff=0.6)
             close = close or [k for k in known if k.startswith(name)][:3]

@@ -1,4 +1,4 @@
-"""What settings of other trainers are here."""
+"""What settings of other trainers mean here."""
 
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -34,7 +34,8 @@ class Foreign:
 
 @cache
 def foreign_settings() -> Mapping[str, Foreign]:
-    """All that are known, by name with underscores; a name that ends with one begins others."""
+    """All known settings by name, with underscores; a name that ends with one stands for all that
+    begin so."""
     tables = tomllib.loads(files(__package__).joinpath("foreign.toml").read_text(encoding="utf-8"))
     return MappingProxyType(
         {
@@ -52,11 +53,11 @@ def _read(row: str, idle: bool) -> Foreign:
 
 
 def foreign(name: str, ours: Iterable[str] = ()) -> Foreign:
-    """What a setting of another trainer is here; it says nothing if that is not known.
+    """The meaning of another trainer's setting here; empty if it is not known.
 
     Args:
         name: its name, with underscores.
-        ours: names that there are here: one that is nearly so is one of them, mistyped.
+        ours: names of our settings; what is nearly one of them is a typing error, not a beginning.
     """
     known = foreign_settings()
     if name in known or get_close_matches(name, ours, 1, cutoff=0.85):

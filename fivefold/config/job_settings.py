@@ -1,4 +1,4 @@
-"""A job's settings by path, as files of other trainers nest them; what is read of them is noted."""
+"""The settings of another trainer's job by path, with a record of which have been read."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ _MOST = 1e19  # sys.maxsize, which some files have, and less than what no float 
 
 
 class Left(NamedTuple):
-    """A setting that nobody has asked for; `off`: it is within something that is switched off."""
+    """A setting that nobody has read; `off`: it is inside something that is switched off."""
 
     path: str
     value: Any
@@ -20,7 +20,7 @@ class Left(NamedTuple):
 
 @dataclass
 class JobSettings:
-    """The settings of a job; it notes which of them have been read.
+    """The settings of a job; records which of them have been read.
 
     A setting has a path such as "training.steps". Whole numbers may be written as 5e8.
 
@@ -34,7 +34,7 @@ class JobSettings:
     _read: set[str] = field(default_factory=set)
 
     def get(self, path: str) -> Any:
-        """A setting; None: it is not given."""
+        """A setting; None: not given."""
         self._read.add(path)
         value: Any = self.given
         for name in path.split("."):
@@ -46,7 +46,7 @@ class JobSettings:
         self._read.update(paths)
 
     def number(self, path: str, default: N) -> N:
-        """A number; a whole one where the default is."""
+        """A number; an integer if the default is one."""
         value = self.get(path)
         if value is None:
             return default
@@ -58,7 +58,7 @@ class JobSettings:
         return default
 
     def count(self, path: str) -> int | None:
-        """A whole number from 1 on; None: it is not given."""
+        """An integer of at least 1; None: not given."""
         value = self.number(path, 0)
         if value < 1 and self.get(path) is not None:
             self.mistakes.add(f"{path} cannot be {shown(self.get(path))}: it is 1 or more")
@@ -72,14 +72,14 @@ class JobSettings:
         return value if isinstance(value, bool) else default
 
     def word(self, path: str) -> str:
-        """A word in small letters; empty: it is not given."""
+        """A word in lower case; empty: not given."""
         value = self.get(path)
         if value is not None and not isinstance(value, str):
             self.mistakes.add(f"{path} cannot be {shown(value)}: it is a word")
         return value.lower() if isinstance(value, str) else ""
 
     def unread(self) -> list[Left]:
-        """What nobody has asked for."""
+        """Settings that nobody has read."""
         return [left for left in leaves(self.given) if left.path not in self._read]
 
 

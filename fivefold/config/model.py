@@ -110,8 +110,15 @@ class ModelConfig(AttentionSizes):
 
     @property
     def drops(self) -> bool:
-        """Whether training uses any dropout."""
-        return max(self.hidden_dropout, self.attention_dropout, self.lora_dropout) > 0
+        """Whether training drops anything."""
+        rates = self.hidden_dropout, self.embedded_dropout, self.attention_dropout
+        return max(*rates, self.lora_dropout) > 0
+
+    @property
+    def embedded_dropout(self) -> float:
+        """Dropout of embeddings."""
+        own = self.embedding_dropout
+        return self.hidden_dropout if own is None else own
 
     @property
     def base(self) -> "ModelConfig":
@@ -216,3 +223,18 @@ class ModelConfig(AttentionSizes):
     def qkv_bias(self) -> bool:
         """Whether the query, key and value projections have a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the table of learned positions."""
+        return self.position_embedding_offset + self.max_position_embeddings
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        return self.add_bias_linear or self.attention_out_bias
+
+    @property
+    def inner_bias(self) -> bool:
+        """Whether the linear layers of MLPs have a bias."""
+        return self.add_bias_linear or self.mlp_bias

@@ -273,6 +273,21 @@ PRESETS: Mapping[str, ModelConfig] = {
     "gemma4-31b": replace(
         _GEMMA4_12B, num_layers=60, hidden_size=5376, num_attention_heads=32, num_query_groups=4,
         ffn_hidden_size=21504, embedding_multiplier=5376**0.5, num_query_groups_local=16),
+    "gpt-j-6b": ModelConfig(
+        num_layers=28, hidden_size=4096, num_attention_heads=16, vocab_size=50400,
+        max_position_embeddings=2048, normalization="LayerNorm", rotary_percent=0.25,
+        parallel_residual=True, parallel_residual_one_norm=True, activation_func="gelu_tanh",
+        gated_linear_unit=False, mlp_bias=True, lm_head_bias=True),
+    "phi-2": ModelConfig(
+        num_layers=32, hidden_size=2560, num_attention_heads=32, num_query_groups=32,
+        ffn_hidden_size=10240, vocab_size=51200, max_position_embeddings=2048,
+        normalization="LayerNorm", rotary_percent=0.4, parallel_residual=True,
+        parallel_residual_one_norm=True, activation_func="gelu_tanh", gated_linear_unit=False,
+        add_bias_linear=True, lm_head_bias=True, hidden_dropout=0.1, embedding_dropout=0.0),
+    "olmo-7b": ModelConfig(
+        num_layers=32, hidden_size=4096, num_attention_heads=32, num_query_groups=32,
+        ffn_hidden_size=11008, vocab_size=50304, max_position_embeddings=2048,
+        normalization="LayerNorm", norm_elementwise_affine=False),
     "olmo2-7b": _OLMO2_7B,
     "olmo2-13b": replace(
         _OLMO2_7B, num_layers=40, hidden_size=5120, num_attention_heads=40, num_query_groups=40,
@@ -470,6 +485,9 @@ HUB_NAMES: Mapping[str, str] = {
     "google/gemma-3-12b-it": "gemma3-12b",
     "google/gemma-3-27b-pt": "gemma3-27b",
     "google/gemma-3-27b-it": "gemma3-27b",
+    "EleutherAI/gpt-j-6b": "gpt-j-6b",
+    "microsoft/phi-2": "phi-2",
+    "allenai/OLMo-7B-hf": "olmo-7b",
     "allenai/OLMo-2-1124-7B": "olmo2-7b",
     "allenai/OLMo-2-1124-13B": "olmo2-13b",
     "allenai/OLMo-2-0325-32B": "olmo2-32b",

@@ -8,8 +8,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-_SPELLINGS = MappingProxyType({"allgather": "all_gather"})  # a word that Megatron-LM has both ways
-_MAX_WHOLE = 1 << 64  # of which sums and ratios are still floats
+_SPELLINGS = MappingProxyType({"allgather": "all_gather"})  # Megatron-LM spells this word both ways
+_MAX_WHOLE = 1 << 64  # sums and ratios of such numbers are still floats
 NONE = "none"  # how flags and TOML, which has no null, spell None
 
 
@@ -204,7 +204,7 @@ class Setting:
             or self.is_empty(value)
             or (
                 isinstance(value, str) and "\0" in value
-            )  # in no name of a file, and on no terminal
+            )  # neither file names nor terminals allow it
         ):
             raise ValueError(value)
         if isinstance(value, str):

@@ -294,10 +294,10 @@ def _find_recipe(recipe: str) -> Path:
     try:
         path = Path(recipe).expanduser()
         is_file, is_folder = path.is_file() or path.is_fifo(), path.is_dir()
-    except (OSError, RuntimeError) as problem:  # a name too long, the home of nobody
+    except (OSError, RuntimeError) as problem:  # name too long, or unknown home
         why = getattr(problem, "strerror", None) or str(problem)
         raise ConfigError(f"cannot read the recipe {shown(recipe)}: {why}") from None
-    if recipe in recipe_names():  # whatever files of that name are in this folder
+    if recipe in recipe_names():  # even if the folder has a file of that name
         return RECIPES / f"{recipe}.toml"
     if is_file:
         return path

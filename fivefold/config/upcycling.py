@@ -26,7 +26,7 @@ def dense_model(model: ModelConfig, granularity: int) -> ModelConfig:
 
 
 def share_of_chosen(model: ModelConfig) -> float:
-    """What the shares of a token's chosen experts sum to, while the router has no preference."""
+    """The sum of the shares of a token's chosen experts, while the router has no preference."""
     topk, experts = model.moe_router_topk, model.num_experts or 1
     share = 1.0
     if model.moe_router_score_function == "sigmoid":
@@ -37,11 +37,11 @@ def share_of_chosen(model: ModelConfig) -> float:
 
 
 def weight_scale(model: ModelConfig, granularity: int) -> float:
-    """What projections of the MLP are multiplied by where they become those of experts.
+    """The factor by which projections of the MLP are multiplied when they become those of experts.
 
-    The chosen experts then add up to what the MLP gives: together they have its output
-    `share_of_chosen` / G times. The factor is spread over two matrices, or over three where inner
-    features are products of two projections.
+    The chosen experts then add up to the MLP's result: unscaled, they give `share_of_chosen` / G
+    times its output. The factor is spread over two matrices, or over three if inner features are
+    products of two projections.
     """
     three = model.gated_linear_unit or model.activation_func == "squared_relu"
     factor = granularity / share_of_chosen(model)

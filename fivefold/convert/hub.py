@@ -123,7 +123,7 @@ class HubFolder:
         if name in self._actual:
             return tuple(self._slice(name).get_shape())
         packed = tuple(self._slice(name + _BLOCKS).get_shape())
-        if len(packed) != 4:  # no MXFP4, and then of no shape that is asked for
+        if len(packed) != 4:  # not MXFP4, and so not of a shape that fits
             return packed
         experts, rows, blocks, size = packed  # as [E, columns, rows]
         return experts, 2 * blocks * size, rows

@@ -43,7 +43,7 @@ STORED: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 """Types of elements that are read, as files name them, and what keeps each."""
-_ROWS = 1024  # of a vocabulary, compared at a time
+_ROWS = 1024  # rows of the vocabulary compared at a time
 
 
 def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
@@ -61,7 +61,7 @@ def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
         places = _as_mixtures(hub, places)
     embedding, head = places["embed_tokens.weight"], their_name(hub.how, model, "lm_head.weight")
     tied, names = not model.untie_embeddings_and_output_weights, hub.names
-    if tied and head in names and embedding.names[0] not in names:  # safetensors' save_model
+    if tied and head in names and embedding.names[0] not in names:  # by safetensors' save_model
         places["embed_tokens.weight"] = replace(embedding, names=(head,))
     asked = {name: shape for at in places.values() for name, shape in at.their_shapes.items()}
     saved = {

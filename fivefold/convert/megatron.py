@@ -128,7 +128,7 @@ class MegatronFolder(MegatronTensors):
         degrees = [tp] if type(tp) is int and tp > 0 else [1 << power for power in range(7)]
         steps = [1, *(multiple * degree for degree in degrees)]  # 1: not padded
         if rows not in {-(-vocabulary // step) * step for step in steps}:
-            return place  # another vocabulary, which is told as another shape
+            return place  # another vocabulary, reported as a different shape
         return replace(place, of=rows)
 
     def _in_parts(self, name: str, place: Stored) -> Stored:

@@ -97,7 +97,7 @@ def stored_tensors(
     """
     shapes = dict(parameter_shapes(model)) | dict(_buffers(model))
     pairs = neighbours if files.pairs is None else files.pairs
-    moved = pairs != model.rotary_interleaved
+    moved = files.turns_back or pairs != model.rotary_interleaved
     return {name: _place(files, model, name, shape, moved) for name, shape in shapes.items()}
 
 
@@ -120,7 +120,7 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: b
         return replace(place, around=(int(files.bias_in_row), 0))
     if model.fades_features and name.endswith(".A_log"):
         return replace(place, around=(2, 1))
-    if name in ("embed_tokens.weight", "lm_head.weight"):
+    if name in ("embed_tokens.weight", "lm_head.weight", "lm_head.bias"):
         return replace(place, rows=torch.arange(model.vocab_size), of=model.vocab_size)
     if ".experts." in name:
         return _experts(files, model, name, place)
@@ -136,7 +136,8 @@ def _place(files: Tensors, model: ModelConfig, name: str, shape: Shape, moved: b
     joint = _joint(files, model, name, shape)
     if joint is not None:
         place = replace(place, rows=joint[0], of=joint[1])
-    if moved and "self_attn." in name and (turned := _turned(model, name, shape[0])) is not None:
+    turned = _turned(files, model, name, shape[0]) if moved and "self_attn." in name else None
+    if turned is not None:
         place = replace(place, rows=turned if place.rows is None else place.rows[turned])
     linear = not of_bias and "embed" not in name
     return replace(place, transposed=files.transposed and linear)
@@ -186,7 +187,7 @@ def _linear_attention(files: Tensors, model: ModelConfig, name: str, place: Stor
         return place
     before, apart = place.names[0].rpartition(ours)[0], files.apart[ours]
     of_parts = [sizes.groups * width for width in widths]
-    first = 1 + len(of_parts) - len(apart)  # so many are one there
+    first = 1 + len(of_parts) - len(apart)  # that many parts are one tensor there
     return replace(
         place,
         names=tuple(f"{before}{part}weight" for part in apart),
@@ -255,6 +256,9 @@ def _joint(
     if files.joint_qkv == "in_turn":
         sizes = model.q_size, model.k_size, model.v_size
         return torch.arange(sum(sizes)).split(sizes)[which], sum(sizes)
+    if files.joint_qkv == "by_quarter":
+        quarters = torch.arange(3 * model.q_size).view(4, 3, -1)
+        return quarters[:, (0, 2, 1)[which]].flatten(), 3 * model.q_size
     groups = model.num_kv_heads
     queries = model.num_attention_heads // groups
     size = groups * (queries + 2) * model.head_dim
@@ -264,12 +268,15 @@ def _joint(
     return by_head[:, of_group].flatten(), size
 
 
-def _turned(model: ModelConfig, name: str, size: int) -> Tensor | None:
+def _turned(files: Tensors, model: ModelConfig, name: str, size: int) -> Tensor | None:
     """Rows of rotary features as two halves, where neighbours are pairs there, or the other way
-    round; None for others."""
+    round, or where halves change places; None for others."""
     rotary, halves = model.rotary_dim, _halves(model)
+    if files.turns_back:
+        halves = torch.arange(rotary).view(2, -1).flip(0).flatten()
     if model.rotary_interleaved:
-        halves = torch.arange(rotary).view(2, -1).t().flatten()
+        halves = torch.arange(rotary).view(2, -1)
+        halves = (halves.flip(0) if files.turns_back else halves).t().flatten()
     latent = model.multi_latent_attention
     if latent and "kv_a_proj." in name:
         return torch.cat([torch.arange(size - rotary), size - rotary + halves])

@@ -17,10 +17,11 @@ _EXPERTS, _MLP = ".mlp.experts.", ".mlp."
 
 
 def upcycled(model: ModelConfig, granularity: int, seed: int, fill_dense: Fill) -> Fill:
-    """What fills a model with experts, from what fills the dense model that it starts from.
+    """A function that fills a model with experts, made from one that fills the dense model it
+    starts from.
 
-    Expert e is part e modulo G of the MLP, times `weight_scale`. Routers have their initial values,
-    but the G parts of one MLP have the same row, so that a token gets all of them.
+    Expert e is part e modulo G of the MLP, times `weight_scale`. Routers keep their initial values,
+    except that the G parts of one MLP share a row, so that a token gets all of them.
 
     Args:
         model: the model with experts.
@@ -59,7 +60,7 @@ def _held(piece: Piece, part: int, granularity: int) -> list[int]:
 
 
 def _first_of(piece: Piece, part: int, granularity: int, shape: Sequence[int]) -> Piece | None:
-    """The first expert here that is this part, as a piece of the MLP's tensor of this shape."""
+    """The first local expert that is this part, as a piece of the MLP's tensor of this shape."""
     held = _held(piece, part, granularity)
     if not held:
         return None
@@ -73,7 +74,7 @@ def _first_of(piece: Piece, part: int, granularity: int, shape: Sequence[int]) -
 
 
 def _repeat(piece: Piece, granularity: int, factor: float) -> None:
-    """Scale each part of the MLP where it was read to, and copy it to the other experts."""
+    """Scale each part of the MLP in place, and copy it to the other experts."""
     local = piece.local.detach()
     for part in range(granularity):
         if held := _held(piece, part, granularity):
@@ -84,7 +85,7 @@ def _repeat(piece: Piece, granularity: int, factor: float) -> None:
 
 
 def _fill_router(name: str, piece: Piece, model: ModelConfig, granularity: int, seed: int) -> None:
-    """Give a router's tensor its initial values, the experts of each MLP those of one row."""
+    """Give a router's tensor its initial values; experts of one MLP get the same row."""
     local = piece.local.detach()
     if name not in parameter_shapes(model):
         local.fill_(initial_buffer(name, model))

@@ -185,7 +185,7 @@ def alone_in_step(config: Config, policy: StatePolicy) -> StatePolicy:
     """The policy for a step with one backward, unless its gradients wait or stay in messages."""
     if not policy.copy or not (policy.splits_gradient or config.parallel.overlap_grad_reduce):
         return policy
-    leaves = policy.offloaded and policy.splits_optimizer  # as they are reduced
+    leaves = policy.offloaded and policy.splits_optimizer  # gradients leave as they are reduced
     remade = policy.remade and not leaves
     return replace(policy, once=True, splits_gradient=policy.splits_optimizer, remade=remade)
 

@@ -67,7 +67,7 @@ def kept_activations(
         width = model.hidden_size * layout.states_into(stage) / running.token_parts
         saved.append(Saved(kept=running.element_bytes * width))
     looks_up = (parts.embedding + parts.mtp) * model.trains_all
-    if layout.grid.tp == 1:  # the tokens themselves, which are the batch's
+    if layout.grid.tp == 1:  # the tokens themselves, which belong to the batch
         saved.append(Saved(kept=-8.0 * looks_up))
     if parts.embedding:
         saved.append(total(embedding_bytes(model, running)))
@@ -85,12 +85,12 @@ def kept_activations(
         if not (remade.whole or {"core_attn", "a2a_overlap_attn"} & {*remade.modules})
     )
     kept = total(saved).kept + small + running.element_bytes * copies
-    places = looks_up * (model.hidden_dropout > 0) + _dropout_places(layout, layers)
-    if layout.grid.cp > 1:  # indices of this rank's tokens, of which masks are made again
+    places = looks_up * (model.embedded_dropout > 0) + _dropout_places(layout, layers)
+    if layout.grid.cp > 1:  # indices of this rank's tokens, from which masks are recomputed
         repeats = any(_asks_for_indices(model, *each) for each in layers.items())
         kept += 8.0 * (places > 0 or (repeats and model.drops))
         kept += 8.0 * (repeats and model.num_experts is not None)
-    if model.attention_dropout:  # not saved tensors, which recomputation would free
+    if model.attention_dropout:  # not saved tensors, so recomputation does not free them
         places += sum(map(model.is_softmax, layers))
     return tokens * (kept + (0.0 if on_gpu else total(saved).offloaded)) + 8.0 * places
 
@@ -102,7 +102,7 @@ def _dropout_places(layout: Layout, layers: Mapping[int, Remade]) -> int:
     mixers = 2 if model.hybrid_override_pattern is None else 1
     places = mixers * len(holding) if model.hidden_dropout else 0
     if model.lora_dropout:
-        if layout.config.memory.tiled_mlp_num_shards > 1:  # a tile holds it until it is run again
+        if layout.config.memory.tiled_mlp_num_shards > 1:  # a tile holds it until it is recomputed
             holding |= {layer for layer in layers if layer_kind(model, layer).dense}
         places += sum(_adapters(layout, layer) for layer in holding)
     return places
@@ -129,7 +129,7 @@ def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, on_gp
     model, grid = layout.config.model.as_in(layer), layout.grid
     if grid.cp > 1 or not model.is_softmax(layer):
         return 0.0
-    gated = model.attention_output_gate  # which keeps the output whatever the projection does
+    gated = model.attention_output_gate  # the gate keeps the output in any case
     read = gated or model.trains_all or model.reads_shared("o_proj")
     shared = gated or not running.of_kind(layer_kind(model, layer)).narrows()
     output = model.attention_size / grid.tp * (read and shared and not _is_moved(layout, model))
@@ -278,7 +278,7 @@ class _Products:
             return False
         if name == "mlp.shared_experts.down_proj.weight":
             return region == "shared_experts" or not self._model.keeps_shared
-        if name == "mlp.fc2_latent_proj.weight":  # of the plain model in every layout
+        if name == "mlp.fc2_latent_proj.weight":  # the plain model does so in every layout
             return not (self._model.shared_ffn_size or eight_bit)
         if name in ("self_attn.o_proj.weight", "self_attn.out_proj.weight"):
             return region != "layer" or self._model.hybrid_override_pattern is not None

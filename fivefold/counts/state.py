@@ -90,8 +90,8 @@ def model_state(
     at = at or ShardPlace.first(layout)
     places = at if policy.splits_optimizer else ShardPlace()
     whole = frozen = linears = waiting = 0
-    trained, own = 0, 0  # all that is trained here, and this rank's shards of it
-    beyond = 0.0  # bytes of moments in 8 bits that are more than those of whole blocks
+    trained, own = 0, 0  # all elements trained here, and those in this rank's shards
+    beyond = 0.0  # bytes of 8-bit moments beyond those of whole blocks
     copies = gathered = kept = 0.0
     for index in stages_held(layout, pp_rank):
         stage, table = layout.split.stages[index], policy.whole_embedding

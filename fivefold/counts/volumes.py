@@ -118,7 +118,7 @@ class _Volumes:
             if spec.head:
                 runs = 1 + self.model.mtp_num_layers
                 again = trains or self.layout.config.memory.makes_logits_again
-                often = (2 + again) * self.microbatches + twice  # the states, for dW or for logits
+                often = (2 + again) * self.microbatches + twice  # or for logits
                 head = often if sequence else 2 * self.microbatches
                 yield Flow("tp", "output layer", runs * head * unit)
                 whole = wire_bytes("all_gather", loss, self.tp)

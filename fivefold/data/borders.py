@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import AddedToken
 
-# What these do to a character depends on its neighbours only where a combining mark follows.
+# They change a character depending on its neighbours only if a combining mark follows.
 _PLAIN_NORMALIZERS = frozenset({"NFC", "NFKC"})
 _NORMALIZERS = _PLAIN_NORMALIZERS | {
     "NFD",
@@ -24,9 +24,9 @@ _NORMALIZERS = _PLAIN_NORMALIZERS | {
     "StripAccents",
     "BertNormalizer",
 }
-# These end a word at white space and drop the space, so that nothing of it reaches the model.
+# They end a word at white space and drop the space, so the model never sees it.
 _AT_SPACE = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
-# These treat each word that they are given by itself, wherever it stands in the text.
+# They treat each word by itself, wherever it stands in the text.
 _WORD_BY_WORD = _AT_SPACE | {"ByteLevel", "Digits", "Punctuation", "Split"}
 
 _CYRILLIC = "\u052f"  # the last of Latin, Greek and Cyrillic
@@ -34,7 +34,7 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CAPITALS, _SMALL = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
-# No match of these runs over a place that `last_border` finds, and none looks beyond one.
+# No match of these spans a place that `last_border` finds, and none looks beyond one.
 _PATTERNS = frozenset(
     {
         rf"{_CONTRACTION}|{_BEFORE_WORD}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"

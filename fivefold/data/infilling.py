@@ -85,7 +85,7 @@ class Infilling:
         if not np.array_equal(whole, ids) or self._special(kept) != self._special(ids):
             return ids
         pieces = [self._prefix, prefix, self._suffix, suffix, self._middle, middle]
-        if suffix_first:  # so that what is filled in follows its prefix at once
+        if suffix_first:  # so that the middle follows its prefix directly
             pieces = [self._prefix, self._suffix, suffix, self._middle, prefix, middle]
         return np.concatenate(pieces)
 

@@ -68,7 +68,7 @@ def _resolve(spec: str, path: Path, flag: str) -> list[Path]:
     if path.is_dir():
         _refuse_splits(spec, path, flag)
         return _known(spec, _walk(path), flag)
-    if os.path.lexists(path):  # a link to nothing is there, too
+    if os.path.lexists(path):  # true for a broken link, too
         if kind(path) not in SUFFIXES:
             what = f"{path} cannot be read as text: unknown extension {kind(path) or '(none)'!r}"
             why = f"what can be read: {_kinds()}, or a .bin/.idx prefix"

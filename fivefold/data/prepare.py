@@ -293,7 +293,7 @@ def _tokenizer(
     if config.tokenizer_model is not None:
         return Tokenizer.load(config.tokenizer_model)
     vocab_size = config.tokenizer_vocab_size or DEFAULT_VOCAB_SIZE
-    if not files:  # what is made up is numbers
+    if not files:  # mock data consists of numbers
         return number_tokenizer(vocab_size)
     special = [getattr(config, name) for name in FIM_TOKENS] if config.fim_data else []
     path = cache / f"tokenizer-{_key(files, config.text_key, str(vocab_size), *special)}.json"
@@ -318,7 +318,7 @@ def _sample(files: Sequence[Path], text_key: str) -> Iterator[str]:
             if taken <= share * read:
                 taken += len(text)
                 yield text
-            if taken >= TRAINING_CHARACTERS:  # sooner than its size tells, if it is compressed
+            if taken >= TRAINING_CHARACTERS:  # a compressed file holds more than its size suggests
                 return
 
 

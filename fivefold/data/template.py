@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from fivefold.errors import DataError, Mistake
 from fivefold.files import at_home, read_json
 
-# Noncharacters of Unicode, which no text has: they mark an answer in what a template makes.
+# Noncharacters of Unicode, which no text contains; they mark answers in a template's output.
 BEGIN, END = "\ufdd0", "\ufdd1"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"

@@ -60,7 +60,7 @@ class AwayShards:
         here = torch.empty(sum(self.sizes), dtype=self.dtype, device=group.device)
         self._arrived = self._bring(here)
         self._put(here.split(self.sizes))
-        if group.mesh_info.mesh.size(-1) == 1:  # read when the gather ends
+        if group.mesh_info.mesh.size(-1) == 1:  # otherwise read when the gather ends
             self._gather(async_op)
             return
         stream = internals.gather_stream(group, async_op=async_op)
@@ -105,7 +105,7 @@ def give_memory(
         m: [names[p.sharded_param] for g in of for p in g.fsdp_params] for m, of in groups.items()
     }
     found = {}
-    for module in reversed([*stage.modules()]):  # what a block consists of comes before it
+    for module in reversed([*stage.modules()]):  # inner modules before their block
         module.to_empty(device=device, recurse=False)
         if not {*away}.isdisjoint(named.get(module, ())):
             found[module] = AwayShards(groups[module][0], named[module])

@@ -73,14 +73,14 @@ class ShardedStage(StageGradients):
             )
         self._units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
         self.exchanges: list[NodeGather | HierarchicalReduceScatter] = []
-        self._narrow: dict[Any, list[EightBitParam]] = defaultdict(list)  # by who shares them
+        self._narrow: dict[Any, list[EightBitParam]] = defaultdict(list)  # by sharing module
         self._scales_known = False
         self._switches: tuple[bool, bool, bool] | None = None
-        self._unreduced = 0  # backwards of which some gradients wait for their reduction
-        self._held: dict[torch.Tensor, Any] = {}  # by whole parameter, what FSDP2 knows of it
+        self._unreduced = 0  # backwards whose gradients partly still wait for their reduction
+        self._held: dict[torch.Tensor, Any] = {}  # whole parameter -> FSDP2's record of it
         self._root = self._units[0]
-        # Experts that make several predictions have several backwards each, of which one neither
-        # frees what the next one needs, nor reduces what came before alone.
+        # Experts that make several predictions have several backwards. None of them may free what
+        # the next one needs, and only the last one reduces.
         self._at_end: list[Any] = []
         if stage.model.mtp_use_repeated_layer and not policy.reshards:
             within = {module for each in stage.predictions for module in each.modules()}
@@ -103,7 +103,7 @@ class ShardedStage(StageGradients):
     def _set_up(self, unit: FSDPModule, mesh: DeviceMesh, nodes: NodeGroups) -> None:
         """Choose the messages of a unit, and how gradients are summed."""
         # The loss is already divided by the global token count, so reductions are plain sums.
-        if mesh.size() > 1:  # alone, a rank would divide a copy by 1
+        if mesh.size() > 1:  # with one rank, FSDP2 would divide a copy by 1
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         groups, policy = parameter_groups(unit), self._policy
@@ -200,7 +200,7 @@ class ShardedStage(StageGradients):
         }
         awaited = Counter(group_of[p] for work in works for p in work.parameters)
         for group in dict.fromkeys(group_of.values()):
-            if not awaited[group]:  # nothing deferred here: for example a fused head and loss
+            if not awaited[group]:  # nothing is deferred here, e.g. a fused head and loss
                 complete(group, narrow)
         for parameter in run_works(works):
             group = group_of[parameter]
@@ -238,7 +238,7 @@ class ShardedStage(StageGradients):
         if self._switches == (reduces, last, reshards):
             return
         self._switches = reduces, last, reshards
-        for unit in self._units:  # asked of the root, FSDP2 would look through all modules
+        for unit in self._units:  # asked at the root, FSDP2 would search all modules
             unit.set_requires_gradient_sync(reduces, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(reshards, recurse=False)
@@ -311,7 +311,7 @@ class ShardedStage(StageGradients):
         """Each block's own parameters in the order of a forward, and what starts their gather."""
         for unit in self._units:
             held = [each for group in parameter_groups(unit) for each in group.fsdp_params]
-            if held:  # not so a stage without ends, beside its layers
+            if held:  # a stage without ends holds nothing besides its layers
                 yield [each.sharded_param for each in held], partial(self._gather, unit)
 
     def _gather(self, unit: FSDPModule) -> None:

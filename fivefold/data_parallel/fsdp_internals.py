@@ -63,7 +63,7 @@ def after_forward(state: Any, unit: Any, given: tuple[Any, ...], out: Any) -> An
 def reduce_into(group: Any, dtype: torch.dtype) -> None:
     """Make a group reduce gradients into this type instead of its parameters'."""
     group._orig_dtype = dtype
-    # It would be found anew at each gather that is asked for by name.
+    # FSDP2 would look the types up again in each gather that is asked for by name.
     group._init_mp_dtypes = lambda: None
 
 
@@ -145,7 +145,7 @@ def free_message(root: FSDPModule) -> None:
     several = hasattr(context, "reduce_scatter_states")
     kept = context.reduce_scatter_states if several else [context.reduce_scatter_state]
     for message in kept:
-        if message is not None and message.event is not None:  # on CPUs it is reduced by now
+        if message is not None and message.event is not None:  # on CPUs it is reduced already
             message.reduce_scatter_input.record_stream(context.reduce_scatter_stream)
     _forget_messages(context)
 
@@ -159,9 +159,9 @@ def free_gathered(root: FSDPModule) -> None:
     if context.all_gather_state is None:
         return
     event = context.all_gather_state.event
-    if event is not None:  # nor are there streams on CPUs
+    if event is not None:  # CPUs have no streams
         for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
-            stream.wait_event(event)  # on which the next message is allocated
+            stream.wait_event(event)  # they allocate the next message
     context.all_gather_state = None
 
 

@@ -23,7 +23,7 @@ def put_aside(group: Any, narrow: torch.dtype) -> Iterator[Work]:
     """
     dims = max((held.sharded_param.ndim for held in group.fsdp_params), default=0)
     for held in group.fsdp_params:
-        if held.sharded_param.ndim == dims:  # a matrix, of which a sum takes less than each
+        if held.sharded_param.ndim == dims:  # a matrix: one sum takes less than two
             continue
         whole, grad = held.unsharded_param, held.unsharded_accumulated_grad
         grad = whole.grad if grad is None else grad

@@ -145,7 +145,7 @@ def _pack(  # type: ignore[no-untyped-def]
         tl.store(at, ((bits >> 8 * byte) & 0xFF).to(tl.uint8), mask=exists)
     y = tl.div_rn(taken, tl.broadcast_to(step[:, None], taken.shape))
     y = tl.where(y == y, tl.minimum(tl.maximum(y, -most), most), 0.0)
-    # Numbers next to this one are integers apart, so that the sum is rounded to even.
+    # Floats near this constant are 1 apart, so adding it rounds to the nearest even integer.
     whole = (y + 12582912.0 - 12582912.0).to(tl.int32)
     sent += scale_bytes * blocks
     if sign:

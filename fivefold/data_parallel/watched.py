@@ -36,7 +36,7 @@ def watching_gradients(stages: Iterable[StageGradients], look: Look) -> Iterator
         yield
     finally:
         for owner, name, _ in watched:
-            delattr(owner, name)  # what its class has is there again
+            delattr(owner, name)  # uncovers the class's own again
 
 
 def _after_a_look(

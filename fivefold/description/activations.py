@@ -136,13 +136,15 @@ def _kept_items(model: ModelConfig, kind: LayerKind, running: Running) -> list[K
 
 
 def embedding_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
-    """Bytes per token that the input embedding keeps, unless it is frozen: token ids, and a dropout
-    mask."""
+    """Bytes per token that the input embedding keeps, unless it is frozen: token ids, the
+    input of its norm, and a dropout mask."""
     if not model.trains_all:
         return {}
-    mask = model.hidden_size / running.token_parts if model.hidden_dropout else 0.0
-    mask *= running.mask_bytes
-    return {"tokens": Saved(kept=8.0), "embedding_dropout": Saved(kept=mask)}
+    around = model.hidden_size / running.token_parts
+    mask = running.mask_bytes * around if model.embedded_dropout else 0.0
+    normed = running.element_bytes * around if model.embed_layernorm else 0.0
+    found = {"tokens": 8.0, "embedding_norm": normed, "embedding_dropout": mask}
+    return {name: Saved(kept=size) for name, size in found.items()}
 
 
 def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict[str, Saved]:
@@ -155,7 +157,7 @@ def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) ->
     if not parts.mtp:
         return {}
     around = model.hidden_size / running.token_parts
-    mask = running.mask_bytes * around * parts.mtp if model.hidden_dropout else 0.0
+    mask = running.mask_bytes * around * parts.mtp if model.embedded_dropout else 0.0
     states = 1 + parts.mtp
     if parts.head:
         states = 0 if _keeps_whole_states(model, running) else parts.mtp
@@ -330,8 +332,8 @@ def bookkeeping_bytes(
     size += wide * tempers(model, parts)
     if tp > 1 and model.trains_all:
         size += parts.embedding + parts.mtp
-    if has_final_norm(model, parts):
-        size += norm
+    size += norm * has_final_norm(model, parts)
+    size += norm * (parts.embedding and model.embed_layernorm and model.trains_all)
     if parts.head:
         runs = 1 + model.mtp_num_layers
         if not running.memory.cross_entropy_loss_fusion:

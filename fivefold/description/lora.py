@@ -173,7 +173,7 @@ def _adapters(operation: Operation, adapted: Sequence[Weight], model: ModelConfi
         operation = _reading(operation, adapted, model)
     elif isinstance(operation, SharedOut):
         again = "moe", "shared_experts"
-    elif isinstance(operation, RowLinear):  # the last of a recomputed block, but for its product
+    elif isinstance(operation, RowLinear):  # a recomputed block does not repeat its last one
         again += operation.remade_by
     return Adapters(
         f"{operation.name}_lora",
@@ -194,5 +194,5 @@ def _reading(up: LatentUp, adapted: Sequence[Weight], model: ModelConfig) -> Lat
     keys = up.keys if model.adapts("kv_b_proj") else 0
     queries = sum(w.shape[1] for w in adapted if not w.name.startswith("self_attn.kv_b_proj"))
     if up.uncompressed and model.adapts("kv_a_proj"):
-        queries = 0  # they read the hidden state, which counts with the down-projection
+        queries = 0  # queries read the hidden state, counted with the down-projection
     return replace(up, latents=queries + keys, keys=keys)

@@ -86,7 +86,7 @@ class Running:
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
         tokens = config.rank_tokens / parallel.num_sequence_slices
-        # Of layers with a softmax; others do not ask.
+        # Only layers with a softmax ask for it.
         kept = tuple(map(config.keeps_latents_by, parallel.cp_comm_type))
         return cls(
             seq_length=training.seq_length,
@@ -188,8 +188,7 @@ class Running:
         return self.rows(experts) / self.expert_tensor_parallel
 
     def narrows(self, *unless: str) -> bool:
-        """Whether a linear layer keeps an 8-bit copy of its input: not if one of these modules
-        recomputes it."""
+        """Whether a linear layer keeps its input in 8 bits, if no module of `unless` is remade."""
         return self.input_bytes < self.element_bytes and not {*unless} & {*self.remade}
 
     def input_size(self, *unless: str) -> float:

@@ -181,8 +181,9 @@ def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weight
     norm, output = _head(model)
     if has_final_norm(model, parts):
         found |= {weight.name: weight for weight in norm}
-    if parts.head and canonical_name(model, output.name) not in found:
-        found[output.name] = output
+    for weight in output if parts.head else ():
+        if canonical_name(model, weight.name) not in found:
+            found[weight.name] = weight
     if _copies_embedding(model, parts):
         found["mtp_embed_tokens.weight"] = embedding_weights(model)[0]
     return found
@@ -249,7 +250,10 @@ def count_parameters(
     further = all_layers(model, ModelParts(mtp=sets_of_predictions(model, parts)))
     norm, output = _head(model)
     head = sum(weight.size for weight in norm) if has_final_norm(model, parts) else 0
-    head += (0 if shared else output.size - padding) if parts.head else 0
+    if parts.head:
+        bias = 0 if padded else (model.padded_vocab_size - model.vocab_size) * model.lm_head_bias
+        own = (weight.size for weight in output if not (shared and weight.multiplies))
+        head += sum(own) - bias - (0 if shared else padding)
     return ParameterCount(
         embedding=embedding,
         layers=_sizes(model, parts.layers, active),
@@ -350,7 +354,7 @@ def trained_weights(model: ModelConfig, parts: StageParts | None) -> int:
     parts = parts or whole_model(model)
     kinds = kinds_of(model, all_layers(model, parts)).items()
     layers = sum(_size(model, kind, True, True, True) * count for kind, count in kinds)
-    *_, output = head_weights(model)
+    _, (output, *_) = _head(model)
     runs = (1 + model.mtp_num_layers) * (parts.head and output.trained)
     return layers + runs * output.size
 
@@ -382,10 +386,11 @@ def _size(
     return sum(weight.size for weight in weights) - experts + (chosen if active else experts)
 
 
-def _head(model: ModelConfig) -> tuple[tuple[Weight, ...], Weight]:
-    """The final norm's weights, and the output layer's weight."""
-    *norm, output = head_weights(model)
-    return tuple(norm), output
+def _head(model: ModelConfig) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    """The final norm's weights, and the output layer's: its matrix, then its bias."""
+    weights = head_weights(model)
+    first = next(place for place, weight in enumerate(weights) if weight.multiplies)
+    return weights[:first], weights[first:]
 
 
 def _copies_embedding(model: ModelConfig, parts: StageParts) -> bool:

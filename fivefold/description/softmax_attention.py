@@ -1,5 +1,7 @@
 """The operations of attention with a softmax: projections or latents, norms of heads, scores."""
 
+from dataclasses import dataclass
+
 from fivefold.config.model import ModelConfig
 from fivefold.description.latent import latent_projections
 from fivefold.description.linear_attention import GatedHeads
@@ -7,12 +9,35 @@ from fivefold.description.operations import (
     QKV,
     ColumnLinear,
     CoreAttention,
+    Kept,
     Norm,
     Operation,
     RowLinear,
 )
+from fivefold.description.running import Running
 from fivefold.description.sparse import SparseAttention, indexing
 from fivefold.description.weights import Weight, column, row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clamp(Operation):
+    """Bounds of queries, keys and values, as they are projected or normalised together.
+
+    Attributes:
+        queries: features of a token's queries, over all ranks.
+        keys: those of its keys and values.
+        heads: key/value heads of the model.
+    """
+
+    queries: int
+    keys: int
+    heads: int
+
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
+        """A byte for each number: whether it is within."""
+        sizes = running.by_heads(self.queries), running.by_key_heads(self.keys, self.heads)
+        within = tuple(size / running.element_bytes for size in sizes)
+        return (Kept(self.name, within, ("a2a_overlap_attn",)),)
 
 
 def softmax_attention(model: ModelConfig, before: tuple[str, ...]) -> tuple[Operation, ...]:
@@ -40,7 +65,7 @@ def softmax_attention(model: ModelConfig, before: tuple[str, ...]) -> tuple[Oper
         *((gate,) if model.attention_output_gate else ()),
         RowLinear(
             "attn_proj",
-            row("self_attn.o_proj", model.attention_size, h, model.add_bias_linear),
+            row("self_attn.o_proj", model.attention_size, h, model.output_bias),
             inputs=model.attention_size,
             outputs=h,
             remade_by=("a2a_overlap_attn",),
@@ -61,12 +86,25 @@ def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operat
     outputs = model.query_outputs + model.k_size + model.value_outputs
     again = ("a2a_overlap_attn",)
     qkv = ColumnLinear("qkv", weights, again, QKV, inputs=h, outputs=outputs, remade_by=remade_by)
+    bounded = () if model.clip_qkv is None else (_clamp(model),)
     if not model.qk_layernorm:
-        return (qkv,)
+        return qkv, *bounded
     names = [f"self_attn.{each}_norm.weight" for each in "qk"]
     scales = [Weight(name, (model.head_dim,), sees="heads") for name in names]
     if model.norms_together:
         sizes = zip(names, (model.q_size, model.k_size), (0, keys), strict=True)
         scales = [Weight(name, (size,), 0, heads) for name, size, heads in sizes]
     size, heads, together = model.q_size + model.k_size, (queries, keys), model.norms_together
-    return qkv, Norm("qk_norm", tuple(scales), again, features=size, heads=heads, together=together)
+    norm = Norm("qk_norm", tuple(scales), again, features=size, heads=heads, together=together)
+    return (qkv, norm, *bounded) if together else (qkv, *bounded, norm)
+
+
+def _clamp(model: ModelConfig) -> Clamp:
+    return Clamp(
+        "clip_qkv",
+        (),
+        ("a2a_overlap_attn",),
+        queries=model.q_size,
+        keys=model.k_size + model.v_size,
+        heads=model.num_kv_heads,
+    )

@@ -67,7 +67,9 @@ class Weight:
 
 
 def norm_weights(name: str, model: ModelConfig, features: int | None = None) -> tuple[Weight, ...]:
-    """Those of a norm, by default over the residual stream's features."""
+    """Those of a norm, by default over the residual stream's features, which may have none."""
+    if features is None and not model.norm_elementwise_affine:
+        return ()
     biased = model.normalization == "LayerNorm" and model.layernorm_bias
     kinds = ("weight", "bias") if biased else ("weight",)
     return tuple(Weight(f"{name}.{kind}", (features or model.hidden_size,)) for kind in kinds)
@@ -78,7 +80,7 @@ def mlp_weights(
 ) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
     """Those into the inner features of an MLP, and those out of them, by default of the residual
     stream's features."""
-    h, bias = features or model.hidden_size, model.add_bias_linear
+    h, bias = features or model.hidden_size, model.inner_bias
     names = ("gate_proj", "up_proj") if model.gated_linear_unit else ("up_proj",)
     first = tuple(w for each in names for w in column(f"{name}.{each}", h, inner, bias))
     return first, row(f"{name}.down_proj", inner, h, bias)
@@ -116,14 +118,14 @@ def frozen(weights: Sequence[Weight], model: ModelConfig) -> tuple[Weight, ...]:
 def embedding_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """The parameters of the input embedding."""
     tokens = Weight("embed_tokens.weight", (model.padded_vocab_size, model.hidden_size), split=0)
-    if model.position_embedding_type != "learned_absolute":
-        return frozen((tokens,), model)
-    table = model.max_position_embeddings, model.hidden_size
-    return frozen((tokens, Weight("embed_positions.weight", table)), model)
+    table = model.position_rows, model.hidden_size
+    learned = model.position_embedding_type == "learned_absolute"
+    positions = (Weight("embed_positions.weight", table),) if learned else ()
+    norm = norm_weights("embed_norm", model) if model.embed_layernorm else ()
+    return frozen((tokens, *positions, *norm), model)
 
 
 def head_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """The parameters of the final norm and the output layer, including a tied weight."""
-    table = model.padded_vocab_size, model.hidden_size
-    output = Weight("lm_head.weight", table, split=0, multiplies=True)
-    return frozen((*norm_weights("norm", model), output), model)
+    """The parameters of the final norm, then of the output layer, including a tied weight."""
+    output = column("lm_head", model.hidden_size, model.padded_vocab_size, model.lm_head_bias)
+    return frozen((*norm_weights("norm", model), *output), model)

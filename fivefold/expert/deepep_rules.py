@@ -6,9 +6,9 @@ from fivefold.config.config import Config
 from fivefold.errors import Mistakes
 
 OFF = "--no-moe-enable-deepep"
-RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)  # for which it has settings
-NODE_RANKS = 8  # that its NVLink kernels reach
-ROW_BYTES = 16  # of which rows are multiples
+RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)  # those with settings
+NODE_RANKS = 8  # ranks that its NVLink kernels reach
+ROW_BYTES = 16  # rows must be a multiple of this
 
 
 def check_deepep(config: Config, device_type: str, *, shared: bool = False) -> None:
@@ -26,7 +26,7 @@ def check_deepep(config: Config, device_type: str, *, shared: bool = False) -> N
     if not parallel.moe_enable_deepep:
         return
     spec = find_spec("deep_ep")
-    if spec is None or spec.origin is None:  # none: a folder of that name
+    if spec is None or spec.origin is None:  # not installed: only a folder of that name
         mistakes.add(
             "moe_enable_deepep needs the package deep_ep, which is not installed",
             "github.com/deepseek-ai/DeepEP says how; flex without it is Fivefold's own",

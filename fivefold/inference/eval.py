@@ -85,7 +85,7 @@ def evaluate_run(
         progress(f"{changed}, so that samples which were trained on may be among those read here")
     sets = validation_sets(layout.config.training, data)
     for each in sets:
-        if (there := each.dataset.num_samples) < each.samples:  # of the split alone
+        if (there := each.dataset.num_samples) < each.samples:  # only for the split
             again = (
                 f"{each.samples:,} are read, some of them again; --full-validation reads each once"
             )
@@ -101,7 +101,7 @@ def _data(run: Path, state: SavedState, config: Config, progress: Progress) -> P
     """The validation sets, tokenised with the run's tokenizer, wherever that came from."""
     data, training = config.data, config.training
     tokenizer = RunFolder(run).tokenizer
-    if data.sft and data.tokenizer_model is not None:  # beside which the template is
+    if data.sft and data.tokenizer_model is not None:  # the template lies beside it
         tokenizer = RunFolder(run).named(data.tokenizer_model)
     else:
         run_tokenizer(run, state)

@@ -40,7 +40,7 @@ from fivefold.train.places import join_group
 from fivefold.train.ranks.launch import run_ranks
 from fivefold.train.ranks.rank_env import RankEnv
 
-LEAST_TEMPERATURE = 1e-30  # one that fp32 can divide by
+LEAST_TEMPERATURE = 1e-30  # fp32 can divide by it
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ class Sampling:
         if self.top_k:
             logits_V, candidates = logits_V.topk(min(self.top_k, len(logits_V)))
         wide = logits_V.float()
-        below = wide - wide.max()  # no quotient of what is at most 0 overflows to infinity
+        below = wide - wide.max()  # at most 0, so no quotient overflows to infinity
         probabilities = (below / max(self.temperature, LEAST_TEMPERATURE)).softmax(0)
         if self.top_p < 1:
             probabilities, order = probabilities.sort(descending=True, stable=True)

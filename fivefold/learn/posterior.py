@@ -24,8 +24,8 @@ from fivefold.predict.step import predict_all
 Vector = NDArray[np.float64]
 NORMAL_80 = 1.2816
 """Standard deviations from the middle of a normal distribution to the end of its 80 % interval."""
-_STEP = 0.05  # of a logarithm, for differences
-_ROUNDS, _SETTLED = 12, 1e-3  # Gauss-Newton steps at most, and when a step is none
+_STEP = 0.05  # of a logarithm, for finite differences
+_ROUNDS, _SETTLED = 12, 1e-3  # most Gauss-Newton steps; a shorter step ends them
 _PRIOR_RUNS = 4  # residuals that the prior of what is not explained counts for
 
 
@@ -114,7 +114,7 @@ def learned(cluster: Cluster, observations: Sequence[Observation]) -> Posterior:
     trust = _inverse(prior.covariance)
     noise = np.array([each.noise for each in observations])
     shifts, unexplained = prior.shifts, prior.unexplained
-    for _ in range(3):  # what is explained and what is not follow from each other
+    for _ in range(3):  # the shifts and the unexplained part depend on each other
         weights: Vector = 1 / (unexplained**2 + noise**2)
         shifts = _most_plausible(cluster, observations, weights, trust, shifts)
         residuals = _residuals(observations, cluster, shifts)

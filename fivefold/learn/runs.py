@@ -58,7 +58,7 @@ def noise_of(times: Sequence[float]) -> float:
     """Standard deviation of the logarithm of the median of steps' times."""
     if len(times) < 2:
         return UNKNOWN_NOISE
-    spread = stdev(map(log, times)) * sqrt(1.57 / len(times))  # a median's, of a normal sample
+    spread = stdev(map(log, times)) * sqrt(1.57 / len(times))  # of a median of normal samples
     return max(spread, LEAST_NOISE)
 
 

@@ -146,11 +146,12 @@ class LinearCrossEntropy:
     ) -> Tensor:
         """Sum of the weighted token losses, from [T or t, H]."""
         assert stage.lm_head is not None, "the last stage has the head"
-        weight_vH = local(stage.lm_head.weight)
+        weight_vH, bias = local(stage.lm_head.weight), stage.lm_head.bias
+        bias_v = None if bias is None else local(bias)
         rank = 0 if self.group is None else self.group.rank()
         entries = Entries(rank * len(weight_vH), stage.loss_rule)
         weights_T = token_weights(labels_T, weights_T, x_TH.dtype)
-        inputs = x_TH, weight_vH, labels_T, weights_T
+        inputs = x_TH, weight_vH, bias_v, labels_T, weights_T
         loss: Tensor = _Linear.apply(*inputs, entries, self, stage.lm_head, stage.z_sums)
         return loss
 
@@ -161,6 +162,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight_vH: Tensor,
+        bias_v: Tensor | None,
         labels_T: Tensor,
         weights_T: Tensor,
         entries: Entries,
@@ -171,15 +173,15 @@ class _Linear(torch.autograd.Function):
         x_TH = all_gather(x, on.group) if on.sequence_parallel else x
         parts = []
         for rows in _pieces(len(weight_vH), on.forward_split):
-            held, weight_Hc = entries.after(rows.start), weight_vH[rows].t()
+            held = entries.after(rows.start)
             found = [
-                _statistics(held, x_TH[tokens] @ weight_Hc, labels_T[tokens])
+                _statistics(held, _logits(x_TH[tokens], weight_vH, bias_v, rows), labels_T[tokens])
                 for tokens in _pieces(len(x_TH), LOSS_TOKENS)
             ]
             parts.append(torch.cat(found, dim=1))
         losses = entries.losses(merge_statistics(torch.stack(parts)), on.group)
         note_z(z_sums, entries.rule.z_coeff, losses.lse_T, weights_T)
-        ctx.save_for_backward(x, weight_vH, labels_T, weights_T, losses.lse_T)
+        ctx.save_for_backward(x, weight_vH, bias_v, labels_T, weights_T, losses.lse_T)
         ctx.entries, ctx.on, ctx.parameter = entries, on, head.weight
         return losses.loss_T @ weights_T
 
@@ -187,20 +189,24 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         trains = ctx.needs_input_grad[1]
-        x, weight_vH, labels_T, weights_T, lse_T = ctx.saved_tensors
+        x, weight_vH, bias_v, labels_T, weights_T, lse_T = ctx.saved_tensors
         on: LinearCrossEntropy = ctx.on
         x_TH = all_gather(x, on.group) if on.sequence_parallel else x
         scale_T = grad * weights_T
         grad_weight = torch.empty_like(weight_vH) if trains else None
         wide_TH = torch.zeros_like(x_TH, dtype=lse_T.dtype)
+        adds = ctx.needs_input_grad[2]
+        wide_v = torch.zeros_like(bias_v, dtype=lse_T.dtype) if adds else None
         pieces = list(_pieces(len(x_TH), LOSS_TOKENS))
         for rows in _pieces(len(weight_vH), on.backward_split):
             entries, weight_cH = ctx.entries.after(rows.start), weight_vH[rows]
             summed = trains and len(pieces) > 1
             wide_cH = torch.zeros_like(weight_cH, dtype=lse_T.dtype) if summed else None
             for at in pieces:
-                x_tH, logits_tc = x_TH[at], x_TH[at] @ weight_cH.t()
+                x_tH, logits_tc = x_TH[at], _logits(x_TH[at], weight_vH, bias_v, rows)
                 grad_tc = _gradient(entries, logits_tc, labels_T[at], lse_T[at], scale_T[at])
+                if wide_v is not None:
+                    wide_v[rows] += grad_tc.sum(0, dtype=wide_v.dtype)
                 if wide_cH is not None:
                     add_product(wide_cH, grad_tc.t(), x_tH)
                 elif grad_weight is not None:
@@ -212,7 +218,14 @@ class _Linear(torch.autograd.Function):
         grad_x = start(wide_TH.to(x.dtype), on.group).wait()
         if grad_weight is not None:
             grad_weight = on.deferred.taken(ctx.parameter, grad_weight)
-        return grad_x, grad_weight, *[None] * 6
+        grad_bias = None if wide_v is None else wide_v.to(bias_v.dtype)
+        return grad_x, grad_weight, grad_bias, *[None] * 6
+
+
+def _logits(x_tH: Tensor, weight_vH: Tensor, bias_v: Tensor | None, rows: slice) -> Tensor:
+    """[t, c]: the logits of a slice of the vocabulary."""
+    weight_Hc = weight_vH[rows].t()
+    return x_tH @ weight_Hc if bias_v is None else torch.addmm(bias_v[rows], x_tH, weight_Hc)
 
 
 def runs_kernels(logits: Tensor) -> bool:

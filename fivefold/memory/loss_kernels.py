@@ -33,7 +33,7 @@ def statistics(entries: Entries, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:
         *arguments,
         entries.first,
         held,
-        true=entries.true(logits_Tv),  # the same of nearly all ranges
+        true=entries.true(logits_Tv),  # nearly all ranges give the same
         smoothed=bool(entries.rule.smoothing),
         cap=entries.rule.cap or 0.0,
         size=AT_A_TIME,

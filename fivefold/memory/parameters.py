@@ -60,7 +60,7 @@ class OffloadedParameters:
         self._reader = ThreadPoolExecutor(1, "weights")
         self._order: list[AwayShards] = []
         self._at = self._turn = 0
-        self._ahead = deque[tuple[int, Future[float]]]()  # room, and the seconds that it took
+        self._ahead = deque[tuple[int, Future[float]]]()  # buffer, and the seconds of its read
         for block in blocks:
             block.keep_at(partial(self._bring, block), link.wait)
 

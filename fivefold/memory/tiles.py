@@ -43,7 +43,7 @@ class Tiles:
         tiles = x_TH.split(self.memory.tile_of(len(x_TH)))
         sums = {name: _Sum(local(p), len(tiles)) for name, p in mlp.named_parameters()}
         made = []
-        # What a tile is run with is kept until it is run again: of dropout only what an MLP reads.
+        # A tile's context is kept until it is recomputed, so keep only the dropout of an MLP.
         context = replace(context, layer=LayerDropout(adapters=context.layer.adapters))
         for tile_tH, end in zip(tiles, accumulate(map(len, tiles)), strict=True):
             parameters = {name: each.share() for name, each in sums.items()}

@@ -265,7 +265,7 @@ def start_row_exchange(
     """
     if exchanges_in_pairs(x, group):
         return start_all_to_all(list(x.split(sent)), list(out.split(got)), group)
-    # One operation of two tensors, however many ranks: a view of each costs the host more.
+    # One operation on two tensors, however many ranks: a view of each would cost the host more.
     kept = x.contiguous()
     work = dist.all_to_all_single(out, kept, list(got), list(sent), group, async_op=True)
     return Messages([work] if work is not None else [], [kept])

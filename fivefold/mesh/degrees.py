@@ -115,7 +115,7 @@ def _splits_near(
         if (world_size // (t * p)) % rest == 0
     )
     plain: list[str] = []
-    others: list[str] = []  # those that take back settings, too
+    others: list[str] = []  # choices that also take back settings
     for _, t, p in near:
         changes = {
             "tensor_model_parallel_size": t,

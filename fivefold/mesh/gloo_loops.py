@@ -23,6 +23,6 @@ def loops_give_way() -> None:
         return
     nice = min(os.getpriority(os.PRIO_PROCESS, 0) + BEHIND, _NICEST)
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # threads end meanwhile
+        with suppress(OSError):  # threads may end meanwhile
             if (thread / "comm").read_text().rstrip("\n") == _LOOP:
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), nice)

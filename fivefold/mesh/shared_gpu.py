@@ -73,9 +73,9 @@ class Relay:
 
     def take_over(self) -> None:
         """Replace the CUDA kernels of torch.distributed's operations in this process."""
-        self._library = torch.library.Library("c10d", "IMPL")  # its kernels go when it goes
+        self._library = torch.library.Library("c10d", "IMPL")  # unregisters its kernels when freed
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that they are replaced
+            warnings.simplefilter("ignore")  # about kernels being replaced
             for name in PLACES:
                 if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
                     kernel = RelayedKernel(self, name)
@@ -112,7 +112,7 @@ class Relay:
             self._pause()
             hosts = list(args)
             hosts[places.group] = link.group.boxed()
-            for place in {0, places.gives or 0, places.gets or 0}:  # 0: a barrier's, of no use
+            for place in {0, places.gives or 0, places.gets or 0}:  # 0 is a barrier's unused tensor
                 hosts[place] = _mapped(args[place], link.host_like)
             if places.gives is not None:
                 for tensor, host in _pairs(args[places.gives], hosts[places.gives]):
@@ -151,7 +151,7 @@ class Relay:
         except Exception as error:
             relayed.arrived.set_exception(error)
             return
-        link.let_host_wait(written)  # the relayed keeps its tensors until here
+        link.let_host_wait(written)  # keeps the relayed tensors alive until here
 
     def _enter_thread(self) -> None:
         if self._device.type == "cuda":
@@ -214,7 +214,7 @@ class _Link:
         """The current place of the group's stream."""
         if self.stream is None:
             return None
-        event = torch.cuda.Event(blocking=True)  # threads that wait leave the cores to others
+        event = torch.cuda.Event(blocking=True)  # waiting threads free their core for others
         event.record(self.stream)
         return event
 
@@ -258,7 +258,7 @@ def _work(wait: Callable[[Any], bool]) -> dist.Work:
 
 def _on_hosts(name: str, args: list[Any]) -> tuple[dist.Work, Callable[[], None]]:
     """Start an operation on host memory; the second result is called when it is done."""
-    if name == "c10d::alltoall_":  # not every gloo has it for lists
+    if name == "c10d::alltoall_":  # not every gloo supports it for lists
         outputs, inputs, group = args[:3]
         sent = torch.cat([_bytes(tensor) for tensor in inputs])
         rows = [_bytes(tensor) for tensor in outputs]

@@ -62,6 +62,8 @@ def _value(name: str, x: Tensor) -> Tensor:
         return F.silu(x)
     if name == "quick_gelu":
         return (x * _QUICK).sigmoid_().mul_(x)
+    if name == "relu":
+        return x.relu()
     if name == "squared_relu":
         return x.relu().square_()
     return F.gelu(x, approximate=_approximation(name))
@@ -75,6 +77,8 @@ def _gradient(name: str, grad: Tensor, x: Tensor) -> Tensor:
     elif name == "quick_gelu":
         share = (x * _QUICK).sigmoid_()
         found = grad * share * (1.0 + _QUICK * x * (1.0 - share))
+    elif name == "relu":
+        found = torch.ops.aten.threshold_backward(grad, x, 0.0)
     elif name == "squared_relu":
         found = x.relu().mul_(grad).mul_(2.0)
     else:

@@ -57,7 +57,7 @@ class _AsIfTrained(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, trained: Tensor) -> Tensor:
-        return x_TH.detach()  # no view to torch, of which FSDP2 warns
+        return x_TH.detach()  # not a view, about which FSDP2 would warn
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:

@@ -22,7 +22,7 @@ class MLP(LayerBlock):
 
     def __init__(self, model: ModelConfig, inner: int) -> None:
         super().__init__()
-        hidden, bias = model.hidden_size, model.add_bias_linear
+        hidden, bias = model.hidden_size, model.inner_bias
         self.gate_proj = Linear(hidden, inner, bias) if model.gated_linear_unit else None
         self.up_proj = Linear(hidden, inner, bias)
         self.down_proj = Linear(inner, hidden, bias)

@@ -13,9 +13,9 @@ from fivefold.model.leaves import local
 from fivefold.model.traced import result
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
-    """x divided by its root mean square over the last dim, times offset + `weight`; in at least
-    fp32."""
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, offset: float = 0.0) -> Tensor:
+    """x divided by its root mean square over the last dim, times offset + `weight`, if there is
+    one; in at least fp32."""
     y: Tensor = _RMSNorm.apply(x, weight, epsilon, offset)
     return y
 
@@ -24,17 +24,26 @@ class _RMSNorm(torch.autograd.Function):
     """RMSNorm for CPUs, where PyTorch does not fuse it: its backward is four times as fast."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float, offset: float
+    ) -> Tensor:
         wide, scale = _wide_and_scale(x, epsilon)
         ctx.save_for_backward(x, weight, scale)
         ctx.offset = offset
+        if weight is None:
+            return result((wide * scale).to(x.dtype))
         factor = weight.to(scale.dtype) + offset if offset else weight
         return result((wide * scale).mul_(factor).to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
         grad = grad_y.to(scale.dtype)
+        if weight is None:
+            normed = x * scale
+            mean = torch.linalg.vecdot(grad, normed).div_(x.shape[-1]).unsqueeze(-1)
+            grad_x = grad.addcmul(normed, mean, value=-1.0).mul_(scale)
+            return grad_x.to(x.dtype), None, None, None
         factor = weight.to(scale.dtype)
         factor = factor + ctx.offset if ctx.offset else factor
         normed = x * scale
@@ -82,47 +91,64 @@ class _UnitNorm(torch.autograd.Function):
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation over the last dim, with a bias or without.
+    """Layer normalisation over the last dim, with a weight and a bias or without.
 
     Attributes:
         offset: number added to the weight.
     """
 
+    weight: nn.Parameter | None
     bias: nn.Parameter | None
 
     def __init__(
-        self, features: int, epsilon: float, offset: float = 0.0, *, biased: bool = True
+        self,
+        features: int,
+        epsilon: float,
+        offset: float = 0.0,
+        *,
+        weighted: bool = True,
+        biased: bool = True,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(features))
+        self.weight = nn.Parameter(torch.empty(features)) if weighted else None
         self.bias = nn.Parameter(torch.empty(features)) if biased else None
         self.epsilon, self.offset = epsilon, offset
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalised over the last dim."""
-        weight = local(self.weight)
-        factor = weight + self.offset if self.offset else weight
+        weight = None if self.weight is None else local(self.weight)
+        factor = weight + self.offset if weight is not None and self.offset else weight
         bias = None if self.bias is None else local(self.bias)
-        return F.layer_norm(x, weight.shape, factor, bias, self.epsilon)
+        return F.layer_norm(x, x.shape[-1:], factor, bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
     """x divided by its root mean square over the last dim (Zhang and Sennrich 2019).
 
     Attributes:
+        weight: [F], what that is multiplied by; None: nothing.
         offset: number added to the weight, in the type of the statistics.
     """
 
-    def __init__(self, features: int, epsilon: float, offset: float = 0.0) -> None:
+    weight: nn.Parameter | None
+
+    def __init__(
+        self, features: int, epsilon: float, offset: float = 0.0, *, weighted: bool = True
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(features))
+        self.weight = nn.Parameter(torch.empty(features)) if weighted else None
         self.epsilon, self.offset = epsilon, offset
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The weight on this rank."""
+        return None if self.weight is None else local(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalised over the last dim, with statistics in at least fp32."""
-        weight = local(self.weight)
+        weight = self.factor
         if not self.offset and uses_gpu_kernels(x):
-            return F.rms_norm(x, weight.shape, weight, self.epsilon)
+            return F.rms_norm(x, x.shape[-1:], weight, self.epsilon)
         if runs_triton(x):
             from fivefold.model.kernels import norms as norm_kernels
 
@@ -134,17 +160,17 @@ class RMSNorm(nn.Module):
         from fivefold.model.kernels import norms as norm_kernels
 
         rest = self.epsilon, self.offset, scale
-        return norm_kernels.sum_and_norm(x_TH, onto_TH, local(self.weight), *rest)
+        return norm_kernels.sum_and_norm(x_TH, onto_TH, self.factor, *rest)
 
 
 def make_norm(model: ModelConfig) -> LayerNorm | RMSNorm:
     """The model's kind of normalisation over the residual stream's features."""
-    return _norm_of(model, model.hidden_size, model.norm_epsilon)
+    return _norm_of(model, model.hidden_size, model.norm_epsilon, model.norm_elementwise_affine)
 
 
 def latent_norm(model: ModelConfig, features: int) -> LayerNorm | RMSNorm:
     """The model's kind of normalisation over the features of a latent."""
-    return _norm_of(model, features, model.latent_epsilon)
+    return _norm_of(model, features, model.latent_epsilon, True)
 
 
 def key_norm(model: ModelConfig, features: int) -> LayerNorm:
@@ -152,10 +178,13 @@ def key_norm(model: ModelConfig, features: int) -> LayerNorm:
     return LayerNorm(features, model.latent_epsilon, _offset(model))
 
 
-def _norm_of(model: ModelConfig, features: int, epsilon: float) -> LayerNorm | RMSNorm:
+def _norm_of(
+    model: ModelConfig, features: int, epsilon: float, weighted: bool
+) -> LayerNorm | RMSNorm:
+    of = features, epsilon, _offset(model)
     if model.normalization == "RMSNorm":
-        return RMSNorm(features, epsilon, _offset(model))
-    return LayerNorm(features, epsilon, _offset(model), biased=model.layernorm_bias)
+        return RMSNorm(*of, weighted=weighted)
+    return LayerNorm(*of, weighted=weighted, biased=weighted and model.layernorm_bias)
 
 
 def rms_norm_of(model: ModelConfig, features: int) -> RMSNorm:

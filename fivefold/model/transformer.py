@@ -94,15 +94,15 @@ class Stage(nn.Module):
         parts = parts or whole_model(model)
         self.settings, experts = training or TrainingConfig(), experts or ExpertsConfig()
         vocab, hidden = model.padded_vocab_size, model.hidden_size
-        learned = parts.embedding and model.position_embedding_type == "learned_absolute"
         tokens = partial(Embedding, vocab, hidden, model.embedding_multiplier)
         self.embed_tokens = tokens() if parts.embedding else None
-        self.embed_positions = Embedding(model.max_position_embeddings, hidden) if learned else None
+        self.embed_positions = _position_table(model, parts)
+        self.embed_norm = _embedding_norm(model, parts)
         self.layers = nn.ModuleDict(
             {str(i): TransformerLayer(model, i, experts) for i in parts.layers}
         )
         self.norm = make_norm(model) if has_final_norm(model, parts) else None
-        self.lm_head = Linear(hidden, vocab) if parts.head else None
+        self.lm_head = Linear(hidden, vocab, model.lm_head_bias) if parts.head else None
         sets = range(sets_of_predictions(model, parts))
         further = (_layers_of(model, each, experts) for each in sets)
         self.mtp = nn.ModuleDict({str(d): FurtherToken(model, x) for d, x in enumerate(further)})
@@ -230,7 +230,7 @@ class Stage(nn.Module):
             return list(x_TH.chunk(1 + batch.num_further)) if self.parts.head else [x_TH]
         states = [self.norm(x_TH)]
         if batch.further_tokens is not None:
-            (table,), rate = self.embeddings, self.model.hidden_dropout
+            (table,), rate = self.embeddings, self.model.embedded_dropout
             depths = iter(range(self.parts.mtp))
             for predict in self.predictions:
                 runs = islice(depths, self.parts.mtp // len(self.predictions))
@@ -247,8 +247,10 @@ class Stage(nn.Module):
         assert self.embed_tokens is not None
         x_TH: Tensor = self.embed_tokens(batch.tokens.flatten())
         if self.embed_positions is not None:
-            x_TH = x_TH + self.embed_positions(self.shard_tokens(batch.positions.flatten()))
-        return as_if_trained(_dropped_at("embedding", x_TH, dropout, self.model.hidden_dropout))
+            rows_BS = batch.positions + self.model.position_embedding_offset
+            x_TH = x_TH + self.embed_positions(self.shard_tokens(rows_BS.flatten()))
+        x_TH = _dropped_at("embedding", self.embed_norm(x_TH), dropout, self.model.embedded_dropout)
+        return as_if_trained(x_TH)
 
     def _dropout(self, batch: Batch) -> Dropout | None:
         if not (self.training and (self.model.drops or self.jitters)):
@@ -256,6 +258,16 @@ class Stage(nn.Module):
         ids_T = batch.own_token_ids.flatten()
         rows = self.shard_tokens(ids_T), ids_T
         return Dropout(self.settings.seed, batch.step, *rows, batch.token_ids, self.fuses_dropout)
+
+
+def _position_table(model: ModelConfig, parts: StageParts) -> Embedding | None:
+    learned = parts.embedding and model.position_embedding_type == "learned_absolute"
+    return Embedding(model.position_rows, model.hidden_size) if learned else None
+
+
+def _embedding_norm(model: ModelConfig, parts: StageParts) -> nn.Module:
+    normed = parts.embedding and model.embed_layernorm
+    return make_norm(model) if normed else nn.Identity()
 
 
 def taught(stage: Stage) -> list[Router | Indexer]:

@@ -250,7 +250,7 @@ def _keep(x, place, inside, new, bits, narrow: tl.constexpr):  # type: ignore[no
         own = new.to(tl.float32).to(tl.int32, bitcast=True)
         magnitude = own & 0x7FFFFFFF
         nudged = own + (bits & 0xFFFF).to(tl.int32)
-        nan = tl.where(magnitude > 0x7F800000, 0x400000, 0)  # whose bits may all be cut off
+        nan = tl.where(magnitude > 0x7F800000, 0x400000, 0)  # keeps a NaN from losing its bits
         found = tl.where(magnitude < 0x7F800000, nudged, own | nan)
         tl.store(x + place, (found >> 16).to(tl.int16), mask=inside)
     else:
@@ -297,7 +297,7 @@ def _pack(  # type: ignore[no-untyped-def]
 ):
     """As `EightBits.pack`: stores the numbers, and returns the scales."""
     own = tl.where(inside, new.to(tl.float32), 0.0)
-    magnitude = own.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of which NaN is the largest
+    magnitude = own.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN has the largest
     num_blocks: tl.constexpr = own.shape[1] // block
     largest = tl.max(tl.reshape(magnitude, (own.shape[0], num_blocks, block)), 2)
     scale = tl.minimum(tl.maximum((largest >> 23) - top, 1), 254)

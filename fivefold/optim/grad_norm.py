@@ -147,6 +147,6 @@ def clip_(
         factor = scale.to(device, exact)
         if dtype == exact:
             torch._foreach_mul_(alike, factor)
-        else:  # which would round it to the gradients' type
+        else:  # a foreach product would round the factor to the gradients' type
             for grad in alike:
                 multiply_(grad, factor)

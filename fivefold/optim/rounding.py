@@ -92,7 +92,7 @@ def rounded(x: Tensor, bits: Tensor) -> Tensor:
         bits: int64 of the same shape, of which the last 16 bits are random.
     """
     wide = x.float()
-    # The bits of a float grow with its magnitude: what is added to those that are cut off carries.
+    # The bits of a float grow with its magnitude, so a carry out of the bits cut off rounds up.
     nudged = wide.view(torch.int32) + (bits & 0xFFFF).int()
     found = (nudged & -0x10000).view(torch.float32)
     return torch.where(wide.isfinite(), found, wide).bfloat16()

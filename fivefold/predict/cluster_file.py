@@ -134,8 +134,8 @@ def check_together(cluster: Cluster, mistakes: Mistakes) -> None:
 
 
 ABOVE_PEAK = 1.1  # largest plausible measured rate, relative to the data sheet
-_SHARE = Range(1e-6, 2)  # of a data sheet's figure, which a measurement may exceed
-_SECONDS = Range(0, 1)  # of one small operation
+_SHARE = Range(1e-6, 2)  # of a data-sheet figure; measurements may exceed it
+_SECONDS = Range(0, 1)  # seconds of one small operation
 _BANDWIDTH, _FLOPS, _BYTES = Range(1e3, 1e18), Range(1e6, 1e21), Range(1e6, 1e18)
 _GPUS = Range(1, MAX_GPUS, whole=True)
 _RANGES: Mapping[str, Range] = MappingProxyType(
@@ -161,7 +161,7 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "multiprocessors": Range(1, 1e6, whole=True),
         "sustained": _SHARE,
         "sustained_narrow": _SHARE,
-        # Shares of a peak that may be no data sheet's but the best product that was measured.
+        # Shares of a peak that may be the best measured product instead of the data sheet's.
         "attention_forward": Range(1e-6, 1e3),
         "attention_backward": Range(1e-6, 1e3),
         "flash1": _SHARE,

@@ -212,13 +212,13 @@ class _Predictor:
         if not sharding.splits_parameters:
             gathered, ends = 0.0, ends._replace(forward=0.0)
         work = times.total
-        if self.layout.overlaps_pairs:  # beside messages that a pair hides nothing else can hide
+        if self.layout.overlaps_pairs:  # messages that a pair hides cannot be hidden elsewhere
             work = work + times.ep * -1
         recomputed = self.layout.config.memory.recompute_granularity == "full"
         again = 2 if recomputed and software.gathers_to_recompute else 1
         each = partial(exposed, self.cluster.gpu, work, gathered, apart=defers, again=again)
         found = each(reduced)
-        if software.gather_rate is not None:  # nothing hides gathers at a rate of their own
+        if software.gather_rate is not None:  # gathers at a rate of their own are not hidden
             found = found._replace(forward=gathered)
         whole = found + ends
         if software.reduces_last and sharding.splits_parameters and not defers:
@@ -343,7 +343,7 @@ class _Predictor:
         training = layout.config.training
         each = sum(self.stages, Times()) * (layout.num_microbatches / grid.pp)
         paired = self.clock.hidden(self.costs) / grid.pp
-        unwaited = max(0.0, paired - each.ep.total)  # for the host, as pairs hide messages first
+        unwaited = max(0.0, paired - each.ep.total)  # pairs hide messages before waits
         repeated = self.clock.repeated(self.costs) / grid.pp
         busy = each.total.total - paired + repeated
         token_flops = training_flops(layout.config.model, layout.config.attended_length).total

@@ -15,7 +15,7 @@ _MODULES: Mapping[str, str] = MappingProxyType(
         "core_attn": "core_attn",
         "norm": "layernorm",
         "layernorm": "layernorm",
-        "act": "moe_act",  # of a dense model, see below
+        "act": "moe_act",  # in dense models, see below
         "moe_act": "moe_act",
         "moe": "moe",
         "shared_expert": "shared_experts",
@@ -49,13 +49,13 @@ def ways_to_recompute(
     if text.startswith("none") or text in ("no", "0"):
         return [_selective(*framework.recomputes) if framework.recomputes else {}]
     if row.text("flops_conv") == "hfu96":
-        return [{"recompute_granularity": "full"}]  # which the convention counts
+        return [{"recompute_granularity": "full"}]  # the convention says so
     words = re.findall(r"[a-z_]+|^.+", text)
     if unknown := [word for word in words if word not in _MODULES]:
         known = ", ".join(("none", "full", "selective", *_MODULES))
         raise DataError(f"recomp: {unknown[0]!r} is none of {known}")
     if words:
-        # A dense model's activation is run again within its MLP, of which no part has a name.
+        # A dense model recomputes its activation within the MLP; no module stands for it alone.
         modules = _MODULES if model.num_experts else {**_MODULES, "act": "mlp", "moe_act": "mlp"}
         return [_selective(*(modules[word] for word in words))]
     light = _selective("layernorm", "moe_act" if model.num_experts else "mlp")

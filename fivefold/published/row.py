@@ -65,14 +65,14 @@ RANGES: Mapping[str, Range] = MappingProxyType(
 )
 """The range of the numbers in a column."""
 NOT_PUBLISHED = "n/a"
-OUT_OF_MEMORY = "oom"  # given in place of the memory of a run that failed
+OUT_OF_MEMORY = "oom"  # stands in the memory column of a run that failed
 _CELL = re.compile(r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?\(.*\))?")
 # As in "4x100 Gbit/s" and "8x50 GB/s", but not in "8x80GB", which is memory.
 _LINKS = re.compile(
     r"\b(\d{1,2}) ?x ?(\d{2,4}) ?(?:[gG](?:[bB]it(?:/s|ps)?|b/s|bps)|([gG]B(?:/s|ps)))(?!\w)"
 )
 _PREDICTIONS = re.compile(r"\bmtp (\d{1,3})( repeated)?\b")
-MOST_TOLD = 10  # most mistakes of a file that are reported
+MOST_TOLD = 10  # most mistakes of a file that are listed
 
 
 @dataclass(frozen=True)

@@ -311,7 +311,7 @@ def _expert_settings(row: PublishedRow, framework: Framework) -> dict[str, Any]:
         "overlap_moe_expert_parallel_comm": _told(row, "ep_overlap", pairs),
         **framework.expert_settings,
     }
-    # Whoever hides messages in pairs delays weight gradients, too.
+    # Pairs that hide messages also delay weight gradients.
     settings["delay_wgrad_compute"] = settings["overlap_moe_expert_parallel_comm"]
     return settings
 

@@ -28,7 +28,7 @@ from fivefold.published.runs import (
 )
 
 TIE = 0.05  # difference below which two measured rates are as good: the noise of published runs
-MEMORY_DOUBT = 1.2  # a configuration that ran may be predicted to need so much of the memory
+MEMORY_DOUBT = 1.2  # a run that succeeded may have a predicted need of this much of the memory
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def prepare(
     for row in rows:
         try:
             choices = row_layouts(row)
-            measured_bytes(row)  # in a unit that is known
+            measured_bytes(row)  # raises if the unit is unknown
             if measured_seconds(row, choices[0].layout) is None:
                 skipped.append((row, "no time was published"))
                 continue

@@ -100,7 +100,7 @@ class Torchtitan(Replay):
         kept = frozenset({"x", "mixed", "statistics", *products[::2], *sums})
         if not self.compiled:
             return kept
-        repeated = again(self.layer, kept)  # a compiler drops what the backward does without
+        repeated = again(self.layer, kept)  # a compiler drops what the backward does not need
         return kept & (saved_by(self.layer) | {name for op in repeated for name in op.inputs})
 
     @cached_property

@@ -1,1 +1,1 @@
-"""Runs ranks of any layout on one machine, with shapes in the place of numbers."""
+"""Runs ranks of any layout on one machine, on tensors that have shapes but no values."""

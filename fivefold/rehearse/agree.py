@@ -1,4 +1,4 @@
-"""Holds the scripts of ranks against each other: would the job hang? Imports no torch."""
+"""Compares the scripts of ranks: would the job hang? Imports no torch."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +12,10 @@ MESSAGES = ("send", "receive")
 
 
 def disagreements(scripts: Sequence[Script], name: Callable[[int], str]) -> list[str]:
-    """Why these ranks would wait for each other for ever, or get what was not sent to them.
+    """Why these ranks would wait for each other for ever, or receive what was not meant for them.
 
-    Of each pair of ranks only the first difference is told: what follows it may be its consequence.
-    Where no pair differs, one circular wait is told, if there is any.
+    For each pair of ranks only the first difference is reported, since later ones may follow from
+    it. If no pair differs, one circular wait is reported, if there is any.
 
     Args:
         scripts: of some ranks of a job; those of other ranks are taken to be like them.
@@ -91,9 +91,9 @@ def _collectives(one: _Sorted, other: _Sorted, group: str, who: tuple[str, str])
 
 
 def _circular_wait(scripts: Sequence[Script], name: Callable[[int], str]) -> Iterator[str]:
-    """Collectives of several groups that ranks enter in different orders: each waits in one for
-    another that waits in the next. NCCL may then hang, too, although its groups have streams of
-    their own."""
+    """A circular wait: ranks enter collectives of several groups in different orders, so that each
+    waits in one for a rank that waits in the next. NCCL may hang then, too, although its groups
+    have streams of their own."""
     users = Counter(g for script in scripts for g in {call.group for call in script.issued})
     order: TopologicalSorter[tuple[str, int]] = TopologicalSorter()
     first: dict[tuple[tuple[str, int], tuple[str, int]], Script] = {}
@@ -121,8 +121,8 @@ def _circular_wait(scripts: Sequence[Script], name: Callable[[int], str]) -> Ite
 
 
 def _messages(source: _Sorted, target: _Sorted, group: str, who: tuple[str, str]) -> Iterator[str]:
-    """Sends without a receive, receives without a send, those of other sizes, and those that are
-    received in another order, by which NCCL pairs them."""
+    """Sends without a receive, receives without a send, messages of unequal size, and messages
+    received in another order than sent, which NCCL pairs wrongly."""
     ranks, axis = source.groups[group], source.axes.get(group, group)
     sent = source.messages["send", group, ranks.index(target.rank)]
     got = target.messages["receive", group, ranks.index(source.rank)]

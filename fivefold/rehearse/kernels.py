@@ -1,4 +1,4 @@
-"""What a kernel of a GPU computes, as one operation on shapes; and what needs several, in parts."""
+"""Runs on shapes, as one operation, what a GPU kernel computes; and in parts what needs several."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ from fivefold.model.eight_bit.fp8 import Scaled, has_some_kernel, multiply
 
 @contextmanager
 def one_kernel_each() -> Iterator[None]:
-    """Keeps torch from taking apart what a GPU has one kernel for, as it would on a CPU.
+    """Keeps torch from decomposing operations for which a GPU has one kernel, as it would on a CPU.
 
-    The parts would need memory, and launches, that a GPU does not. A log-sum-exp of rows, on the
-    other hand, is taken apart: torch holds the exponentials of all its inputs.
+    The parts would need memory and launches that a GPU does not need. A log-sum-exp of rows is
+    decomposed, however, since torch holds the exponentials of all its inputs.
     """
     with (
         replaced(F, "rms_norm", _rms_norm),
@@ -48,7 +48,7 @@ def _log_sum_exp(x: Tensor, dim: int) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """x, weight and a statistic in fp32 for each row are kept, as by `torch._fused_rms_norm`."""
+    """Saves x, weight and one fp32 statistic for each row, as `torch._fused_rms_norm` does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

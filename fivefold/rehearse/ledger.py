@@ -1,4 +1,4 @@
-"""Keeps account of a step: what is held, launched and read, and every message."""
+"""Records a step: memory held, operations launched, host reads, and every message."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,14 +16,14 @@ from fivefold.rehearse.script import ACTIVATIONS, MESSAGES, WORKING, Issued
 
 
 class StepHoldings(Holdings):
-    """Holdings of one step: what an operation makes is its working set, until the act has ended."""
+    """Memory held in one step; what an operation makes is working memory until the action ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self._unsettled: set[int] = set()
 
     def know(self, tensor: Tensor, kind: str = WORKING) -> None:
-        """Count the storage of a tensor, if it is new, to the working set, or to the host."""
+        """Count the storage of a new tensor as working memory, or as host memory."""
         if kind == HOST:
             super().know(tensor, HOST)
         elif tensor.device.type != "meta" and not self.knows(tensor):
@@ -31,7 +31,7 @@ class StepHoldings(Holdings):
             super().know(tensor, WORKING)
 
     def settle(self) -> None:
-        """What is still held when an act has ended is kept: activations."""
+        """Count what is still held at the end of an action as activations."""
         for key in list(self._unsettled):
             self._move(key, ACTIVATIONS)
 
@@ -46,7 +46,7 @@ class StepHoldings(Holdings):
 
 
 class StepLedger(Accounting):
-    """Watches the operations of one rank, real or on shapes.
+    """Watches the operations of one rank, on real tensors or on shapes.
 
     Attributes:
         holdings: what is held.
@@ -71,12 +71,12 @@ class StepLedger(Accounting):
         block.enter_context(after(Tensor, "tolist", lambda *_: self.read_by_host()))
 
     def forget(self) -> None:
-        """Forget what was issued and launched so far, but not what is held."""
+        """Forget operations issued and launched so far, but not what is held."""
         self.issued, self.operations, self.waits = [], 0, 0
 
     @contextmanager
     def act(self, act: Act) -> Iterator[None]:
-        """The time of one act of the pipeline, as `pipeline.run.executor.Observer` wants it."""
+        """Enter one pipeline action, as `pipeline.run.executor.Observer` requires."""
         self.holdings.settle()
         self.holdings.where, self._acting = str(act), True
         yield
@@ -87,7 +87,7 @@ class StepLedger(Accounting):
         self.holdings.where = ""
 
     def read_by_host(self) -> None:
-        """The host reads a tensor's value."""
+        """Count that the host reads a tensor's value."""
         self.waits += self._acting
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

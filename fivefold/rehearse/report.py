@@ -1,4 +1,4 @@
-"""The report of a rehearsal: a line for each rank, what it sends, and what would go wrong."""
+"""The report of a rehearsal: one line for each rank, the bytes it sends, and any problems."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +126,7 @@ class RehearsalReport:
 def make_report(
     layout: Layout, title: str, scripts: Sequence[Script], cluster: Cluster
 ) -> RehearsalReport:
-    """Hold scripts against each other, against theory and against the planner.
+    """Compare scripts with each other, with theory and with the planner.
 
     Args:
         layout: layout that was rehearsed.

@@ -1,4 +1,4 @@
-"""Which ranks of a job are rehearsed, and on which step; torch-free."""
+"""Chooses the ranks of a job that are rehearsed, and their step; torch-free."""
 
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ DENSE_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 def rehearsed_layout(layout: Layout) -> Layout:
-    """The layout with a step as short as shows all that a rank ever holds, and even routing.
+    """The layout with even routing, and a step just long enough to show all that a rank ever holds.
 
-    What would lie on a disk is in host memory: shapes cannot be read from a file.
+    State for a disk is kept in host memory, since shapes cannot be read from a file.
 
     Raises:
         ConfigError: the layout cannot be trained.
@@ -39,8 +39,8 @@ def rehearsed_layout(layout: Layout) -> Layout:
 
 
 def roles(layout: Layout, *, every: bool = False) -> list[int]:
-    """Ranks that stand for all: the first of each pipeline rank, and for one pipeline rank of each
-    kind also the last of every group, whose shards may be short.
+    """Ranks that represent all: the first of each pipeline rank and, for one pipeline rank of each
+    kind, the last of every group, whose shards may be short.
 
     Args:
         layout: layout of the job.
@@ -61,7 +61,7 @@ def roles(layout: Layout, *, every: bool = False) -> list[int]:
 
 
 def _kind(layout: Layout, pp_rank: int) -> tuple[object, ...]:
-    """What two pipeline ranks have in common whose stages are alike."""
+    """What pipeline ranks with similar stages have in common."""
     stages = [layout.split.stages[index] for index in stages_held(layout, pp_rank)]
     model = layout.config.model
     return tuple(
@@ -71,10 +71,10 @@ def _kind(layout: Layout, pp_rank: int) -> tuple[object, ...]:
 
 
 def enough_to_hold_all(layout: Layout) -> int:
-    """The fewest microbatches in which each moment of a step has its like.
+    """The fewest microbatches with which every moment of a full step has a counterpart.
 
-    In a like moment a rank runs the same action, and has at least as many microbatches of each
-    stage in flight, and gradients of at least the same stages.
+    In a counterpart a rank runs the same action, with at least as many microbatches of each stage
+    in flight, and gradients of at least the same stages.
     """
     splits = layout.sends_dx_first
     whole = list(map(_by_action, moments(layout, splits_backward=splits)))
@@ -90,7 +90,7 @@ def enough_to_hold_all(layout: Layout) -> int:
 
 
 def _by_action(found: Moments) -> dict[Acts, NDArray[np.float64]]:
-    """What is held in each moment, one in a row, by the action that runs."""
+    """For each action, what is held at each moment in which it runs, one row per moment."""
     held = np.hstack([found.kept, found.inputs, found.waiting, -found.unmade])
     return {
         acts: np.unique(held[found.which == which], axis=0)
@@ -101,7 +101,8 @@ def _by_action(found: Moments) -> dict[Acts, NDArray[np.float64]]:
 def _has_likes(
     short: dict[Acts, NDArray[np.float64]], whole: dict[Acts, NDArray[np.float64]]
 ) -> bool:
-    """Whether each row of a whole step is nowhere above some row of a shorter one."""
+    """Whether every row of a full step is at most some row of a shorter step, element by
+    element."""
     if short.keys() != whole.keys():
         return False
     for acts, rows in whole.items():

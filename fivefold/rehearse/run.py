@@ -70,7 +70,7 @@ def rehearse_ranks(
 
 
 def rehearse_rank(layout: Layout, rank: int, *, gpus: bool = True) -> Script:
-    """One step of one rank, with shapes in the place of numbers."""
+    """One step of one rank, on tensors that have shapes but no values."""
     start = time.perf_counter()
     with warnings.catch_warnings():
         # FSDP2 calls functions of torch that torch itself has renamed.
@@ -83,9 +83,9 @@ def rehearse_rank(layout: Layout, rank: int, *, gpus: bool = True) -> Script:
 def watched_step(
     layout: Layout, rank: int, *watches: Watch, started: float | None = None
 ) -> Script:
-    """Build the engine of a rank, run one step, and keep account of it.
+    """Build the engine of a rank, run one step, and record it.
 
-    The process group is there already, a real one or a pretended one.
+    The process group must exist, be it real or pretended.
 
     Args:
         layout: layout of the job.
@@ -152,18 +152,19 @@ def microbatches_of(layout: Layout) -> list[Microbatch]:
 
 
 def turns_by_place(token_ids_T: Tensor) -> Tensor:
-    """Turns by a token's place on its rank: ranks with other tokens of a sequence choose alike."""
+    """Turns by a token's place on its rank, so that ranks with other tokens of a sequence choose
+    alike."""
     return torch.arange(len(token_ids_T), device=token_ids_T.device)
 
 
 def limit_by_place(router: Router, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:
-    """The room of experts where scores have no values: of equal ones the first tokens win."""
+    """Which tokens experts keep if scores have no values: as with equal scores, the first ones."""
     equal_TE = experts_TK.new_zeros(logits_TE.shape, dtype=torch.float32)
     return router.within_capacity(experts_TK, equal_TE)
 
 
 def _account(holdings: StepHoldings, engine: Engine) -> None:
-    """Tell which tensors are weights and gradients."""
+    """Tell the ledger which tensors are weights and gradients."""
     parameters = [p for stage in engine.model.stages.values() for p in stage.parameters()]
     parameters += engine.parameters.values()
     holdings.count_as(WEIGHTS, map(_held, parameters))
@@ -174,7 +175,8 @@ def _account(holdings: StepHoldings, engine: Engine) -> None:
 
 
 def _held(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, itself: no view, which is an operation of its own."""
+    """The part of a tensor that this rank holds, not a view of it, which would be a further
+    operation."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

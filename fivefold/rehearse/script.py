@@ -1,4 +1,4 @@
-"""What a rehearsed rank did in its step: the script of its messages, and its needs; torch-free."""
+"""What a rehearsed rank did in its step: its messages in order, and its needs; torch-free."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

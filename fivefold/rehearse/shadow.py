@@ -1,4 +1,6 @@
-"""Runs a step on shapes: real-valued tensors hold nothing, and integers are really computed.
+"""Runs a step on shapes: floating-point tensors hold nothing, and integers are really computed. ||
+Integers are small and decide shapes, such as which token goes to which expert. So nothing that
+decides anything is made up, except numbers that other ranks would send, see `Shadow`.
 
 Integers are small, and decide shapes: which token goes to which expert. So nothing of what decides
 anything is made up, but for the numbers that other ranks would send, see `Shadow`.
@@ -25,11 +27,11 @@ _BITS = torch.uint8
 
 
 class Shadow(Watch):
-    """Gives real-valued tensors no values, and answers for the ranks that are not there.
+    """Gives floating-point tensors no values, and answers for the absent ranks.
 
-    Every other rank is taken to hold the same integers as this one: what a rank gets in an
-    all-gather is its own part, in an all-to-all what it would send to itself, in a sum its own
-    value times the ranks. A number that the host reads off a tensor without values is 1.
+    Every other rank is assumed to hold the same integers as this one: an all-gather yields this
+    rank's own part, an all-to-all what it would send to itself, and a sum its own value times the
+    number of ranks. A number that the host reads off a tensor without values is 1.
 
     Args:
         gpus: whether tensors stand for those on GPUs.
@@ -71,7 +73,7 @@ class Shadow(Watch):
         return self._shapes.run(func, args, kwargs)
 
     def _shape_of(self, tensor: Tensor) -> Tensor:
-        """A tensor without values in the place of one with values, which is only read."""
+        """A tensor without values instead of one with values, which is only read."""
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             return tensor
         key = (tensor.shape, tensor.stride(), tensor.dtype)
@@ -115,7 +117,7 @@ class Shadow(Watch):
 def _holds_values(
     func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether an operation without shadows among its arguments is run as it is."""
+    """Whether an operation without shadows among its arguments runs unchanged."""
     device = kwargs.get("device")
     away = device is not None and torch.device(device).type == "meta"
     if tensors:
@@ -136,7 +138,7 @@ def _copy_to_all(targets: tuple[Tensor, ...], source: Tensor, ranks: int) -> Non
 
 
 def _by_rank(tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """What an all-to-all sends to, or gets from, each rank, of so many bytes."""
+    """The parts that an all-to-all of this many bytes sends to, or gets from, each rank."""
     if len(tensors) == len(sizes):
         return tensors
     (whole,) = tensors
@@ -150,8 +152,8 @@ def _one(tensor: Tensor) -> int | float | bool:
 
 
 def _read_at_once(tensor: Tensor) -> Any:
-    """As `Tensor.tolist`, by one operation as on a device; torch's own for tensors without values
-    reads each number by several."""
+    """`Tensor.tolist` by one operation, as on a device; torch's own reads each number of a tensor
+    without values by several."""
     found: Any = tensor.flatten()[0].item() if tensor.numel() else None
     for size in reversed(tensor.shape):
         found = [found] * size
@@ -168,12 +170,12 @@ def _finished_work() -> Any:
 
 
 def _work_to_be_waited_for() -> Any:
-    """As gloo's, which says that it has ended only when waited for."""
+    """Work like gloo's, which ends only when somebody waits for it."""
     from torch._C._distributed_c10d import FakeWork
 
     return FakeWork().boxed()
 
 
 def _outcome(func: Any, args: tuple[Any, ...], work: Any) -> Any:
-    """What an operation of torch.distributed returns: its work, and mostly its first argument."""
+    """The result of an operation of torch.distributed: its work, and mostly its first argument."""
     return work if len(func._schema.returns) == 1 else (args[0], work)

@@ -20,7 +20,7 @@ _PLAIN = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, typ
 
 @dataclass(frozen=True)
 class _New:
-    """A tensor that an operation makes, which fills a storage of its own."""
+    """A tensor that an operation creates, with a storage of its own."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -29,7 +29,7 @@ class _New:
 
 @dataclass(frozen=True)
 class _Given:
-    """What an operation returns of its arguments: the place of one, or its keyword."""
+    """A result that is one of the arguments: its position or keyword."""
 
     place: int | str
 
@@ -39,7 +39,7 @@ _Part = _New | _Given | None
 
 @dataclass(frozen=True)
 class _Result:
-    """What an operation returns.
+    """The result of an operation.
 
     Attributes:
         parts: the elements of a list or tuple; or one part.
@@ -51,11 +51,11 @@ class _Result:
 
 
 class ShapesOnly(FakeTensorMode):
-    """torch's tensors without values, which say what they stand for.
+    """torch's tensors without values, with a cache of their shapes.
 
-    torch remembers what its rules for shapes say of an operation by all that may matter to a
-    compiler, which takes longer than all else that an operation does here. A step repeats few
-    operations often: here they are remembered by the shapes and numbers that they are given.
+    torch caches the shape rules of an operation by everything that may matter to a compiler, which
+    takes longer than the rest of an operation here. A step repeats few operations often, so here
+    they are cached by the shapes and numbers that they get.
 
     Args:
         gpus: whether they stand for tensors on GPUs.
@@ -67,13 +67,13 @@ class ShapesOnly(FakeTensorMode):
         self._known: dict[Any, _Result] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """torch's rule, but for an operation that torch 2.11 takes for another one."""
+        """Apply torch's rule, except for an operation that torch 2.11 mistakes for another one."""
         if func is torch.ops.aten.addmm.dtype_out:
             return kwargs["out"]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operation, all of whose tensors have no values."""
+        """Run an operation none of whose tensors has values."""
         key = _key_of(func, args, kwargs)
         if key is not None and func.is_view:
             return self._view(func, args, kwargs)
@@ -110,7 +110,7 @@ class ShapesOnly(FakeTensorMode):
 
 
 def _key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """All that decides the shapes that an operation makes; None: that is not known."""
+    """Everything that decides the shapes an operation creates; None: not known."""
     if torch.Tag.inplace_view in func.tags:
         return None
     try:
@@ -120,7 +120,7 @@ def _key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _key(value: Any) -> Any:
-    """What of an argument decides shapes.
+    """What decides shapes in an argument.
 
     Raises:
         TypeError: it is of another kind than most.
@@ -137,7 +137,7 @@ def _key(value: Any) -> Any:
 
 
 def _result(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Result | None:
-    """How to make a result again; None: not without the operation."""
+    """A recipe to recreate a result; None: only the operation itself can."""
     places: dict[int, int | str] = {id(value): place for place, value in enumerate(args)}
     places |= {id(value): name for name, value in kwargs.items()}
     taken = {x.untyped_storage()._cdata for x in tensors_in([*args, *kwargs.values()])}

@@ -1,4 +1,4 @@
-"""A process group in which this process is the only one that is there."""
+"""A process group of which only this process exists."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from fivefold.mesh.device import REHEARSED_GPUS
 
 @contextmanager
 def pretended_world(rank: int, size: int, *, gpus: bool) -> Iterator[None]:
-    """Be one of `size` ranks, whose groups move nothing.
+    """Act as one of `size` ranks, in groups that transfer nothing.
 
     Args:
         rank: number of this process among them.
@@ -45,7 +45,7 @@ def _group(common: Any, options: Any) -> Any:
 
 
 def _fake_group() -> Any:
-    """torch's class of groups that move nothing, which is private."""
+    """torch's private class of groups that transfer nothing."""
     from torch._C._distributed_c10d import FakeProcessGroup
 
     return FakeProcessGroup

@@ -26,7 +26,7 @@ class Alike:
         self._firsts = {start["step"] + 1 for start in starts}
         every: list[tuple[object, range]] = []
         end = MOST_STEPS
-        for start in reversed(starts):  # which may have taken steps again that others had taken
+        for start in reversed(starts):  # later starts may have repeated steps of earlier ones
             what, first = _what(start), min(end, start["step"] + 1)
             if every and every[-1][0] == what:
                 every[-1] = what, range(first, every[-1][1].stop)

@@ -31,7 +31,7 @@ LAST = 20
 EVALUATION = "eval_loss"
 LARGEST = 1e300
 """Largest number that is taken for one: sums of such numbers are finite."""
-_CHECKPOINT = re.compile(r"step-0*(\d+)(?:\.old)?")  # none that is being written or removed
+_CHECKPOINT = re.compile(r"step-0*(\d+)(?:\.old)?")  # only complete ones
 Record = Mapping[str, Any]
 
 

@@ -249,7 +249,7 @@ class OpenCandidates:
     def _close_smaller_sharding(self, row: int) -> None:
         """Close candidates that differ from one that does not fit only by less sharding."""
         strategy, instances = self.space.columns["strategy"], self.space.columns["instances"]
-        if SHARDINGS[strategy[row]].splits_parameters:  # it gathers what others keep: maybe more
+        if SHARDINGS[strategy[row]].splits_parameters:  # may need more, as it gathers
             return
         rows = self._timing.members(row)
         less = (strategy[rows] <= strategy[row]) & (instances[rows] >= instances[row])

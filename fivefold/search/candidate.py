@@ -11,7 +11,7 @@ from fivefold.predict.times.layer import TimesCache
 from fivefold.search.proven import unproven
 from fivefold.search.request import Request
 
-AMPLE = 0.85  # share of the memory up to which less is no advantage
+AMPLE = 0.85  # share of the memory below which saving more is no advantage
 STEP = 0.05  # share of the memory by which predicted peaks are off
 
 

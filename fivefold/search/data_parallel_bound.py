@@ -64,7 +64,7 @@ class DataParallelBound:
         replicas = c["instances"], space.edp // self.expert
         further = c["tp"] * self.shard, strides[1] * self.expert
         wide = parallel.ddp_reduce_scatter_with_fp32_accumulation
-        two = parallel.zero_qgz_partition_size > 1  # all-to-alls: no bound
+        two = parallel.zero_qgz_partition_size > 1  # all-to-alls: no bound is known
         in_pairs = partial(reduce_scatter, in_pairs=wide or narrow is not None)
         scatter: Collective = (lambda *_: 0.0) if two else in_pairs
         self._gather, self._reduce, self._scatter, between = (
@@ -93,7 +93,7 @@ class DataParallelBound:
         """[N] seconds to reduce the gradients of modules [N, K]."""
         between = self._seconds(held, self._between, self.wire, self.trained)
         split = self._seconds(held, self._scatter, self.scattered, self.trained) + between
-        most = np.inf if self.space.config.gathers_weights("no_shard") else 1  # perhaps in one
+        most = np.inf if self.space.config.gathers_weights("no_shard") else 1  # perhaps all in one
         whole = self._seconds(held, self._reduce, self.wire, self.trained, most)
         return np.where(self.space.sharded("splits_optimizer"), split, whole)
 

@@ -94,7 +94,7 @@ def enumerate_space(
     dispatcher: TokenDispatcher | None = "alltoall" if pads else "flex"
     if "moe_token_dispatcher_type" in given:
         dispatcher = None
-    # A delayed dW hides more messages, and costs nothing.
+    # Delaying dW hides more messages and costs nothing.
     delays = config.parallel.delay_wgrad_compute or "delay_wgrad_compute" not in given
     every = config, world, found, choices, columns
     return Space(*every, dispatcher=dispatcher, delays_weights=delays)
@@ -143,7 +143,7 @@ class _Axes:
     def context(self) -> list[int]:
         """Context-parallel sizes; `context_holds` checks the heads, which depend on tp."""
         length, name = self.config.training.seq_length, FIELDS["cp"]
-        sliced = self.config.parallel.num_sequence_slices > 1  # every sequence already
+        sliced = self.config.parallel.num_sequence_slices > 1  # sequences are sliced already
         idle = leaves_idle(self.config, name, **{name: 1})
         return self.sizes(
             "cp",
@@ -206,7 +206,7 @@ class _Axes:
         narrow = self.config.training.fp8_param_gather
         if narrow or parallel.ddp_reduce_scatter_with_fp32_accumulation:
             found = [sharding for sharding in found if sharding.splits_optimizer]
-        if self.config.optimizer.store_param_remainders:  # shards save nothing
+        if self.config.optimizer.store_param_remainders:  # sharding would save nothing
             found = [sharding for sharding in found if not sharding.splits_optimizer]
         if parallel.grad_reduce_in_bf16 and self.config.gathers_weights("no_shard"):
             # An all-reduce would sum in bf16.
@@ -243,7 +243,7 @@ class _Axes:
         elif FIELDS["instances"] not in self.given:
             holds &= (instances == 1) | (ranks > instances)
         split = np.array([sharding.splits_optimizer for sharding in SHARDINGS])
-        if not all(split[self.strategies]):  # else a single rank has nothing to choose
+        if not all(split[self.strategies]):  # else a single rank would have no choice
             holds &= (ranks > 1) | ~split[columns["strategy"]]
         return holds
 
@@ -330,7 +330,7 @@ def _meshes(axes: _Axes) -> Columns:
     columns = join(columns, {"mbs": axes.micro_batches()})
     training, unit = config.training, columns["mbs"].astype(np.int64) * columns["dp"]
     batch = training.global_batch_size
-    smaller = gcd(batch, *training.rampup_batch_size[:2])  # divides each of the batches
+    smaller = gcd(batch, *training.rampup_batch_size[:2])  # divides every batch of the ramp
     count = columns["microbatches"] = np.where(smaller % unit, 0, batch // unit).astype(np.int32)
     columns = where(columns, (count > 0) & (count <= MAX_MICROBATCHES))
     return _with_sequence_parallel(columns, config, axes.given)

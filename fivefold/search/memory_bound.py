@@ -183,7 +183,7 @@ class _KeptBytes:
         kept = np.where(known, (each * chunks).sum(axis=1), few)
         if self._limited:  # any backward needs one of them
             kept = self._smallest(chunks)
-        # The first dW may come after some more backwards, and no forwards be left for these.
+        # The first dW may follow some more backwards, with no forwards left for them.
         late = np.where(self.is_long, 0, ranks.deferred[partition, which] - 1)
         waits = np.where(np.isfinite(late), late, 0)
         less = np.maximum(kept - (1 + waits) * chunks.max(axis=1), 0) * np.isfinite(late)

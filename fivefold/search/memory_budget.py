@@ -36,7 +36,7 @@ from fivefold.search.stage_numbers import Numbers, try_numbers
 MOVED = (*OFFLOAD, "offload_tensors")
 CHOSEN = (*RECOMPUTE, LIMIT, *MOVED)
 """Settings that a budget may choose."""
-NEARLY = 0.1  # of what is needed, that may be missing for other sets to be tried
+NEARLY = 0.1  # share of the need that may be missing for other choices to be tried
 Settings = Mapping[str, Any]
 Items = frozenset[str]
 NONE: Settings = {}
@@ -196,7 +196,7 @@ class MemoryChooser:
             try:
                 layout = check(self.request.config.with_values(**settings), self.request.world)
             except ConfigError:
-                return 0.0  # less of it may be legal, and fit
+                return 0.0  # a smaller fraction may be legal, and fit
             memory = peak_memory(layout, self.request.cluster)
             self.least.append((memory.max_allocated, settings))
             return 0.0 if memory.fits else 1.0 + max(memory.missing, 0.0) / memory.max_allocated

@@ -85,7 +85,7 @@ def further_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]
 
 def _with_moved(config: Config, choice: MemoryChoice) -> list[MemoryChoice]:
     """The choice with its largest remaining activations offloaded to the host."""
-    if choice.is_full or config.training.cuda_graph_impl is not None:  # which needs no host
+    if choice.is_full or config.training.cuda_graph_impl is not None:  # a graph excludes the host
         return []
     again = set(config.with_values(**choice.settings).memory.remade_modules)
     experts = ("expert_fc1", "moe_act") if config.model.num_experts is not None else ()
@@ -123,7 +123,7 @@ def in_flight_limits(
     if given & {LIMIT, *RECOMPUTE} or each <= 0:
         return
     fewer = in_flight - ceil(excess / each)
-    for limit in (fewer, fewer - 1):  # where the peak comes with another act, one more has to go
+    for limit in (fewer, fewer - 1):  # if another action then has the peak, one more has to go
         if limit >= 1:
             yield {LIMIT: limit}
 
@@ -134,14 +134,14 @@ def _module_sets(config: Config) -> list[MemoryChoice]:
     norm = ("layernorm",) if model.norms_before else ()
     cheap = [norm]
     if model.multi_latent_attention and not config.reads_chosen:
-        # Without a latent of their own, queries are made again of what the norm would discard.
+        # Without a latent of their own, queries are recomputed from what the norm would discard.
         beside = () if model.q_lora_rank is None else norm
         cheap = [(*beside, "mla_up_proj"), *cheap]
     costly = ((), ("mlp",)) if model.num_experts is None else (("moe_act",), ("moe",))
     return [
         MemoryChoice(
             {"recompute_granularity": "selective", "recompute_modules": (*few, *more)},
-            # Gathered latents leave no keys and values to make again.
+            # Gathered latents leave no keys and values to recompute.
             needs_context=place > 0,
         )
         for more in costly

@@ -10,7 +10,7 @@ from fivefold.search.columns import Column
 from fivefold.search.data_parallel_bound import DataParallelBound
 from fivefold.search.space import Space
 
-MANY = 1_000_000  # messages, of which the last takes no time
+MANY = 1_000_000  # messages, so that the last one takes no time
 
 
 class Loads:

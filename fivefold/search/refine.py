@@ -18,7 +18,7 @@ from fivefold.search.request import Request
 from fivefold.search.stage_numbers import QUICK, Numbers, try_numbers, try_one_number
 
 TRIES = 4  # layouts of different meshes that are tried with dW beside the messages of dX
-FOUND, MISSED = 2, 8  # layouts that fit, and that do not, on which finer techniques are tried
+FOUND, MISSED = 2, 8  # layouts that fit, and that do not, for which finer techniques are tried
 BY_STAGE = 16_000  # pipeline actions allowed for numbers of recomputed layers by stage
 SHARED = LOOK / 2  # actions that take as long as a memory prediction that shares stages with others
 

@@ -41,7 +41,7 @@ LESS_MEMORY = 1e10  # bytes; also find the fastest layout for a device with this
 SHARES = (0.75, 0.6, 0.45)  # also find the fastest layout within these shares of device memory
 WORTH = 0.02  # share of the memory that a slower layout must save to be listed
 SMALLEST = 3  # layouts with the least memory to evaluate if nothing fits
-NOISE = 0.02  # share of a step by which runs of one layout differ: no prediction tells those apart
+NOISE = 0.02  # relative spread of a step's time in repeated runs: no prediction resolves less
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class _Search:
             end = REACH * start
         self.unseen = min(self.unseen, start)
         smallest = 0.0
-        if not ledger.found:  # the work was used up on fast layouts that do not fit
+        if not ledger.found:  # all work was spent on fast layouts that do not fit
             sizes = memory_bound(self.space, self.ranks)
             smallest = float(sizes.min())
             for layout in smallest_of(self.space, self.ranks):
@@ -290,7 +290,7 @@ def with_context(space: Space, request: Request) -> Space:
     context = {}
     for row in np.flatnonzero(few.columns["cp"] > 1).tolist():
         tp, cp, mbs = (int(few.columns[name][row]) for name in ("tp", "cp", "mbs"))
-        # What is recomputed is chosen beside it, not before.
+        # Recomputation is chosen together with it, not before.
         config = replace(few.config_of(row), memory=request.config.memory)
         context[tp, cp, mbs] = best_context(config, request.cluster, request.given, request.only)
     return replace(space, context=context)

@@ -192,7 +192,7 @@ def _tries(layout: Layout, stages: Numbers, most: int) -> tuple[list[Numbers], b
     numbers."""
     each = [layout.split.stages[stage] for stage in stages]
     sizes = [len(stage.layers) or int(stage.mtp > 0) for stage in each]
-    first = 1 if len(layout.split.stages) == 1 else 0  # no layer of all is no recomputation
+    first = 1 if len(layout.split.stages) == 1 else 0  # 0 of all layers is no recomputation
     if prod(size + 1 for size in sizes) <= most:
         every = product(*(range(first, size + 1) for size in sizes))
         return sorted(every, key=lambda numbers: (sum(numbers), numbers)), True

@@ -81,13 +81,13 @@ def time_bound(
     loads = Loads(space, ranks, cluster, cells, run, of_run)
     microbatches, partition = _share(space, ranks), space.columns["partition"]
     best = _path(run, ranks, cells)[of_run]
-    # Until stage 0 has its last gradients, or whichever stage has.
+    # Time until stage 0, or any stage, has its last gradients.
     first, any_stage = best, np.zeros(len(space))
     for which in FOR_TIME:
         whole, through, kept = _pipeline(run, ranks, cells, cluster, which)
         held = ranks.held[:, which]
         every = _exposed(space, loads, held, cluster)
-        # Sums of gradients may run beside the last dX, as the dW do that they are of.
+        # Gradient sums may run beside the last dX, and beside the dW that produce them.
         before = np.maximum(0, microbatches - 1 - ranks.deferred[partition, which])
         arrives = through[of_run] + before * every
         own = whole[of_run] + microbatches * every
@@ -250,7 +250,7 @@ def _cells(space: Space, cluster: Cluster, times_cache: TimesCache | None) -> Ce
 
     def of_layers(config: Config, times: LayerTimes, experts: bool) -> dict[int, list[float]]:
         memory = config.memory
-        again = () if memory.recomputes_first_layers else run_again(memory)  # perhaps of none
+        again = () if memory.recomputes_first_layers else run_again(memory)  # perhaps of no layer
         numbers = {
             place: [
                 _numbers(times.layer(kind, again), times.host(kind))

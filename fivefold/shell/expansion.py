@@ -85,7 +85,7 @@ class Expander:
                             yield found
                         found, started = "", False
                     found += part
-            if ends and (found or started):  # between the entries of an array
+            if ends and (found or started):  # only between entries of an array
                 yield found
                 found, started = "", False
         if found or started:
@@ -124,7 +124,7 @@ class Expander:
 
     def _quoted(self, text: str) -> Iterator[tuple[str, bool, bool]]:
         if (array := _WHOLE.fullmatch(text)) and not self._parameter(array[1] or array[2]):
-            return  # of no entries no field is left
+            return  # an array without entries leaves no field
         yield "", True, False
         place = 0
         while place < len(text):

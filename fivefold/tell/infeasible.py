@@ -193,7 +193,7 @@ def _works(request: Request, rules: Iterable[Mistake], *, legal: bool) -> Iterat
         if text not in told:
             told.add(text)
             yield text
-    if legal:  # with more than so many GPUs it works, too
+    if legal:  # it also works with more than this many GPUs
         yield from islice(new(_more(request)), 1)
     else:
         yield from new(_around(request))

@@ -165,7 +165,7 @@ class RowAlone:
         """[T, F] -> [T, H]."""
         call, tensors = call_of(self.deferred, (linear,), adds=False)
         (y,) = _Alone.apply(x_TF, call, *tensors)
-        bias = linear.product_bias  # added apart, as by `RowParallel`: the same bits
+        bias = linear.product_bias  # added separately, as `RowParallel` does, for the same bits
         return y if bias is None else y + local(bias)
 
 

@@ -95,7 +95,7 @@ class DeferredWeights:
         self.deferring = False
         self.sums: Sequence[SumOf] = ()
         self._works: list[Work] = []
-        self._arriving: dict[Tensor, ref[Tensor]] = {}  # what this backward gave autograd
+        self._arriving: dict[Tensor, ref[Tensor]] = {}  # given to autograd
 
     def put(
         self,
@@ -160,7 +160,7 @@ class DeferredWeights:
         found = self._sum_of(parameter, rows is None) if other is None else Sum(other)
         if found is not None:
             _add(found, products, grad, kept, rows)
-            return found.local.detach() if found.returned else None  # autograd's, nobody else's
+            return found.local.detach() if found.returned else None  # for autograd alone
         made = products.weight_gradient(grad, kept)
         return self._begun(parameter, made) if rows is None and parameter.is_leaf else made
 
@@ -195,9 +195,9 @@ class DeferredWeights:
 
     def _begun(self, parameter: Tensor, made: Tensor) -> Tensor:
         """The first gradient of a parameter in this backward, to which other uses add."""
-        made = made.to(parameter.grad_dtype or parameter.dtype)  # as autograd would
+        made = made.to(parameter.grad_dtype or parameter.dtype)  # as autograd would convert it
         if not self._arriving:
-            Variable._execution_engine.queue_callback(self._arriving.clear)  # when it ends
+            Variable._execution_engine.queue_callback(self._arriving.clear)  # at its end
         self._arriving[parameter] = ref(made)
         return made
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory  # torch 2.11 knows its operations only then
+import torch.distributed._symmetric_memory  # registers the operations in torch 2.11
 from torch import Tensor
 
 from fivefold.mesh.collectives import (

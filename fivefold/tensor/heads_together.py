@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fivefold.config.model import ModelConfig
 from fivefold.mesh.collectives import all_reduce
-from fivefold.model.leaves import local
 from fivefold.model.norms import RMSNorm
 
 
@@ -32,13 +31,14 @@ class HeadsTogether:
         self, q_norm: RMSNorm, k_norm: RMSNorm, q_TF: Tensor, k_TF: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[T, F] each, normalised over the heads of all ranks."""
-        key_weight = local(k_norm.weight)
+        query_weight, key_weight = q_norm.factor, k_norm.factor
+        assert key_weight is not None, "norms of heads have weights"
         if self._holders > 1:  # each rank holds the weight of all heads, and uses one
             head = self._group.rank() // self._holders
             key_weight = key_weight.unflatten(0, (-1, k_TF.shape[1]))[head]
         holders = 1, self._holders
         rule = _Rule(self._group, q_norm.epsilon, q_norm.offset, self._sizes, holders)
-        q_TF, k_TF = _NormedTogether.apply(q_TF, k_TF, local(q_norm.weight), key_weight, rule)
+        q_TF, k_TF = _NormedTogether.apply(q_TF, k_TF, query_weight, key_weight, rule)
         return q_TF, k_TF
 
 

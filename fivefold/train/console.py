@@ -180,7 +180,7 @@ class Console:
     def _fitting(self, device: str, peak_known: bool, experts: bool) -> list[StepColumn]:
         """The columns that fit into the line, chosen by importance."""
         digits = len(str(self._total))
-        busiest = StepColumn("busiest", 7, 2, lambda m: f"{m.imbalance:.2f} x")  # x the mean
+        busiest = StepColumn("busiest", 7, 2, lambda m: f"{m.imbalance:.2f} x")  # times the mean
         mfu = StepColumn("MFU", 5, 2, lambda m: f"{m.mfu or 0.0:.1%}")
         columns = [
             StepColumn("step", 2 * digits + 1, 0, lambda m: f"{m.step}/{self._total}"),

@@ -166,7 +166,7 @@ class Engine:
 
     def _clip_logits(self, found: Tensor, result: StepResult) -> None:
         if result.extra["max_attention_logit"] > self.layout.config.optimizer.qk_clip_threshold:
-            self.model.reshard()  # an update may have begun to gather weights that will be no more
+            self.model.reshard()  # the update may have begun to gather weights that now change
             self.logits.clip(found, self.optimizer)
 
     def evaluate(self, batches: Iterable[Sequence[Microbatch]]) -> tuple[float, int]:
@@ -191,7 +191,7 @@ class Engine:
         yield
         self.model.train(True)
         if not self.layout.config.parallel.overlap_param_gather_with_optimizer_step:
-            self.model.reshard()  # else the next step needs what the update has gathered
+            self.model.reshard()  # else the update has gathered what the next step needs
 
     def _loss(self, microbatches: Sequence[Microbatch]) -> Tensor:
         program = self._program(len(microbatches), forward_only=True)
@@ -251,7 +251,7 @@ class Engine:
             steps: optimizer steps taken.
             loaded: what was loaded into, of `stored_tensors`.
         """
-        self.model.reshard()  # an update may have begun to gather weights that are no more
+        self.model.reshard()  # the update may have begun to gather weights that now change
         source = {record.stored: record.name for record in self._records if record.loaded}
         weights = self.optimizer.weights()
         weights |= {name: as_piece(loaded[s]) for s, name in source.items() if s in loaded}

@@ -254,6 +254,6 @@ def check_installed(package: str, name: str, extra: str | None = None) -> None:
         ConfigError: it is not installed.
     """
     spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # none: a folder of that name, such as W&B's beside us
+    if spec is None or spec.origin is None:  # only a folder of that name, such as W&B's
         what = f"{name} is asked for, but {package} is not installed"
         raise ConfigError(Mistake(what, attempt=f'pip install "fivefold[{extra or package}]"'))

@@ -211,7 +211,7 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
                 remove_left_states(job, folder)
         except (FivefoldError, OSError):
             if lock is not None:
-                lock.check()  # what a vanished folder brought about
+                lock.check()  # raises the cause if the run folder has vanished
             raise
         finally:
             trainer.loader.close()
@@ -339,7 +339,7 @@ def _open_console(job: Job, device: torch.device) -> Console:
     rows = [*describe(job.layout), kind, threads]
     if job.bindings:
         mode = job.layout.config.training.numa_binding
-        memory = prefer_memory(job.bindings[0].node)  # as this rank has already done
+        memory = prefer_memory(job.bindings[0].node)  # already applied on this rank
         rows.append(("NUMA binding", f"{mode}", f"{described(job.bindings)}; {memory}"))
     console.banner(f"fivefold train {job.name}", rows)
     if device.type == "cuda":

@@ -70,10 +70,10 @@ class CudaRecorder:
 
     def record(self, work: Callable[[], Sequence[Tensor]], streams: Sequence[Any]) -> Replay:
         """Capture the work; other threads may use the device meanwhile."""
-        gc.collect()  # what is unreachable may hold memory, and is not to be freed meanwhile
+        gc.collect()  # free garbage now, since nothing may be freed during the capture
         graph, mode = torch.cuda.CUDAGraph(), "thread_local"
         here = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(here)  # for who follows streams: nothing computes before a replay
+        self._stream.wait_stream(here)  # orders streams; nothing computes before a replay
         # It waits for the device, and empties the allocator's cache.
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode=mode):
             # FSDP2 makes its streams wait for this one, and waits for some of them only.
@@ -183,7 +183,7 @@ class StepGraphs:
 
         with self._unwatched():
             replay = recorder.record(work, self._settled())
-        self._settled()  # its events are the capture's: nobody may wait for them outside
+        self._settled()  # the capture's events must not be waited for outside of it
         gradients = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter, _ in gradients:
             parameter.grad = None

@@ -53,7 +53,7 @@ def try_layout(
             if env.rank == 0:
                 write_atomic(file, json.dumps(times))
 
-        with contextlib.redirect_stderr(io.StringIO()):  # a failure is a fact of the table
+        with contextlib.redirect_stderr(io.StringIO()):  # a failure becomes an entry of the table
             end = run_ranks(rank, ranks, describe=layout.grid.name, threads=threads.count)
         if end.signum is not None:
             raise SystemExit(128 + end.signum)

@@ -83,7 +83,7 @@ def compare(
             break
         engine.apply(sums)
         found += _weight_differences(engine, step, reference)
-        if step == 0:  # between two steps, so that side effects of the evaluation show
+        if step == 0:  # after a step, so that side effects of the evaluation show
             evaluation, _ = engine.evaluate([_own_part(engine, EVALUATION)])
             found.append(_number("evaluation", step, rank, evaluation, reference.evaluation))
     engine.graphs.release()
@@ -152,7 +152,7 @@ def _gradient_differences(
     for name, true in reference.further.items():
         yield _number("further", step, rank, result.extra[name], true, name)
     yield _number("norm", step, rank, result.grad_norm, reference.norm)
-    # A gradient that is zero up to rounding (a key's bias) is compared to the largest one.
+    # A gradient that is zero up to rounding (a key's bias) is compared with the largest one.
     floor = SMALL * max(float(grad.abs().max()) for grad in reference.grads.values())
     for name, parameter in engine.trained.items():
         stored = engine.model.records[name].stored
@@ -178,7 +178,7 @@ def _weight_differences(
     rank, floor = engine.groups.rank, engine.layout.config.optimizer.lr
     held = {name: piece_of(p).like(engine.weight(name)) for name, p in engine.parameters.items()}
     held |= {name: piece_of(value) for name, value in engine.model.buffers(copies=True).items()}
-    if not engine.layout.config.training.in_16_bits:  # a bit of which moves a scale by more
+    if not engine.layout.config.training.in_16_bits:  # one bit of 16 moves a scale by more
         held |= engine.model.scaling.stored(copies=True)
     for name, piece in held.items():
         record = engine.model.records.get(name)

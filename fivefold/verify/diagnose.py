@@ -61,7 +61,7 @@ def diagnose(
     if engine.groups.rank != 0:
         return []
     found = _loss_findings(engine, step, result, reference, match)
-    if not narrow:  # in which experts are those of fp64
+    if not narrow:  # in 16 bits, experts are those of fp64
         found += routing_findings(engine, result, reference)
     held = _shared(every)
     for name in strange:
@@ -124,7 +124,7 @@ def _factors(engine: Engine, experts: bool) -> dict[float, str]:
 
 def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
     """(hypothesis, gradients after one more sum)."""
-    if not own:  # an empty stage, on all ranks of the sum
+    if not own:  # an empty stage takes part in the sum
         return
     groups, device = engine.groups, engine.device
 

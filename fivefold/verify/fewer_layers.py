@@ -69,7 +69,7 @@ def _recomputes_some(memory: MemoryConfig, counts: Sequence[int]) -> bool:
 def _recomputing_fewer(config: Config, counts: Sequence[int], left: Sequence[int]) -> Config:
     """The same kind of recomputation for the remaining layers: none, some or all of each stage."""
     numbers = config.memory.recompute_num_layers
-    if len(numbers) == 1:  # for every stage, of which the largest has a like after the change
+    if len(numbers) == 1:  # one number for every stage; the largest stage keeps its like
         counts, left = [max(counts)], [max(left)]
     if len(numbers) != len(counts):
         return config

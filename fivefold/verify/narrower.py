@@ -15,7 +15,7 @@ def narrower(layout: Layout, config: Config) -> Config:
     """Few, small heads and a small vocabulary; sizes that tp divides stay divisible."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = _few_heads(model, tp * _exchanging(config))
-    even = 2 if model.kv_channels_local is None else 8  # features, for RoPE of a part of them
+    even = 2 if model.kv_channels_local is None else 8  # for partial RoPE
     head_dim = min(model.head_dim, max(4, even, 64 // heads // even * even))
     hidden = heads * head_dim
     if model.q_size != model.hidden_size:
@@ -67,7 +67,7 @@ def _small_heads(model: ModelConfig, groups: list[int], head_dim: int) -> dict[s
     if model.kv_channels_local is not None:
         wider = model.kv_channels_local > model.head_dim
         sizes["kv_channels_local"] = head_dim * 2 if wider else head_dim // 2
-        share = share if share == 1.0 else 0.5  # even features of heads of either size
+        share = share if share == 1.0 else 0.5  # both head sizes stay even
     return sizes | {"rotary_percent": share}
 
 

@@ -113,7 +113,7 @@ def _adamw(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.opti
         for decays in [weight.ndim > 1 and not name.endswith(".bias")]
     ]
     return torch.optim.AdamW(
-        groups or [{"params": [], "named": "", "decays": False}],  # Muon may update all there are
+        groups or [{"params": [], "named": "", "decays": False}],  # Muon may update all parameters
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,

@@ -211,7 +211,7 @@ def _master(config: Config, dtype: torch.dtype) -> Stage:
     master = plain_model(config, torch.float32 if dtype.itemsize == 2 else dtype)
     initialise(master, config.training.seed)
     for frozen in (p for p in master.parameters() if not p.requires_grad):
-        frozen.copy_(frozen.to(dtype))  # which is kept as it computes
+        frozen.copy_(frozen.to(dtype))  # frozen weights are kept in the compute type
     return master
 
 

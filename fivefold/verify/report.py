@@ -219,7 +219,7 @@ def judge(
     worst = max(differences, key=lambda d: d.relative / limits[d.what], default=None)
     return VerifyReport(
         passed=not (diverged or strange)
-        # One device that is infinitely far off allows nothing.
+        # If one device is infinitely far off, nothing passes.
         and all((errors[what] or 0.0) <= limits[what] < inf for what in kinds),
         dtype=dtype,
         layout=parallelism(layout),

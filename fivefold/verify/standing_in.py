@@ -82,7 +82,7 @@ def round_gathered(model: Stage, config: Config) -> None:
     (qwZ)."""
     if not config.parallel.zero_quantized_weights:
         return
-    whole = grid_of(config.parallel).expert_shards == 1  # which are not gathered
+    whole = grid_of(config.parallel).expert_shards == 1  # experts that are not gathered
     kept = {p for m in model.mixtures for p in m.experts.parameters() if whole}
     with torch.no_grad():
         for parameter in model.parameters():

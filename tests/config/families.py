@@ -152,6 +152,18 @@ TINY: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | {"num_hidden_layers": 5, "head_dim": 12, "num_experts": 4, "pad_token_id": None}
     | {"sliding_window": 5, "first_k_dense_replace": 1},
+    "olmo": _SIZES | {"num_key_value_heads": 2, "clip_qkv": 0.05, "pad_token_id": None},
+    "nanochat": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
+    "phi": _SIZES | {"num_key_value_heads": 2},
+    "gptj": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100}
+    | {"rotary_dim": 6},
+    "codegen": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100}
+    | {"rotary_dim": 4},
+    "opt": {n: v for n, v in _SIZES.items() if n != "intermediate_size"}
+    | {"ffn_dim": 48, "max_position_embeddings": 32, "pad_token_id": None},
+    "gpt_neo": {"hidden_size": 32, "num_heads": 4, "num_layers": 3, "vocab_size": 100}
+    | {"max_position_embeddings": 32, "window_size": 5}
+    | {"attention_types": [[["global", "local"], 1], [["local"], 1]]},
     "olmo2": _SIZES | {"num_key_value_heads": 2, "pad_token_id": None},
     "olmoe": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
     "flex_olmo": _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None},
@@ -379,7 +391,7 @@ VARIATIONS: Mapping[str, list[Any]] = {
     "alibi": _SWITCH,
     "ffn_hidden_size": [None, 24],
     "activation": ["gelu", "relu2", "relu"],
-    "clip_qkv": [None, 8.0],
+    "clip_qkv": [None, 0.02, 8.0, 0.0],
     "query_pre_attn_scalar": [8, 12, 0],
     "rope_local_base_freq": [50, 100.0],
     "final_logit_softcapping": [None, 3.0, -1.0],
@@ -528,7 +540,8 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
         },
         "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
         "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-        "squared": {"hidden_act": "relu2"},
+        "squared": {"hidden_act": "relu2", "attention_bias": True},
+        "biases of MLPs": {"mlp_bias": True},
         "long factors": {
             "rope_scaling": {"rope_type": "longrope", **_FACTORS, "factor": 4.0}
             | {"original_max_position_embeddings": LENGTH - 1, "rope_theta": 100.0}
@@ -650,13 +663,43 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
     "granitemoeshared": {
         "without shared experts": {"shared_intermediate_size": 0, "num_experts_per_tok": 3}
     },
+    "olmo": {
+        "unbounded": {"clip_qkv": None, "attention_bias": True, "tie_word_embeddings": True}
+        | {"num_key_value_heads": None, "head_dim": 12, **_YARN},
+    },
+    "nanochat": {
+        "biases, uncapped": {"attention_bias": True, "final_logit_softcapping": None}
+        | {"tie_word_embeddings": True, "hidden_act": "gelu", "head_dim": 12, "rms_norm_eps": 0.1}
+        | _YARN
+    },
+    "phi": {
+        "tied, with dropout": {"tie_word_embeddings": True, "partial_rotary_factor": 0.25}
+        | {"resid_pdrop": 0.1, "embd_pdrop": 0.0, "hidden_act": "gelu", **_YARN},
+    },
+    "gptj": {
+        "whole heads, tied": {"rotary_dim": 8, "n_inner": 48, "tie_word_embeddings": True}
+        | {"activation_function": "gelu", "layer_norm_epsilon": 0.1, "resid_pdrop": 0.1},
+    },
+    "codegen": {"whole heads": {"rotary_dim": 8, "n_inner": 48, "embd_pdrop": 0.1}},
+    "opt": {
+        "no weights of norms": {"layer_norm_elementwise_affine": False, "dropout": 0.0}
+        | {"tie_word_embeddings": False, "activation_function": "gelu"},
+        "no biases": {"enable_bias": False, "word_embed_proj_dim": 32},
+    },
+    "gpt_neo": {
+        "no windows": {"attention_types": [[["global"], 3]], "tie_word_embeddings": False}
+        | {"intermediate_size": 40, "resid_dropout": 0.1, "attention_layers": ["global"] * 3},
+    },
     "seed_oss": {
+        "biases of MLPs, dropout": {"mlp_bias": True, "residual_dropout": 0.1}
+        | {"attention_bias": False},
+        "bias of an output": {"attention_out_bias": True},
         "all biases": {
             "attention_out_bias": True,
             "mlp_bias": True,
             "tie_word_embeddings": True,
             **_YARN,
-        }
+        },
     },
     "stablelm": {
         "whole heads": {
@@ -752,7 +795,9 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
         }
     },
     "olmo2": {"one head of keys": {"num_key_value_heads": 1, **_YARN}},
-    "olmoe": {"normalised": {"norm_topk_prob": True, "num_experts_per_tok": 3}},
+    "olmoe": {
+        "normalised, bounded": {"norm_topk_prob": True, "num_experts_per_tok": 3, "clip_qkv": 0.5}
+    },
     "olmo3": {
         "scaled beside windows": {
             "num_key_value_heads": 2,
@@ -802,7 +847,10 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
         "windows": {"sliding_window": 5, "tie_word_embeddings": False},
         "without biases": {"use_bias": False, "head_dim": 16},
     },
-    "gpt_neox": {"in turn": {"use_parallel_residual": False, "rotary_pct": 0.25}},
+    "gpt_neox": {
+        "biases of MLPs": {"attention_bias": False},
+        "in turn": {"use_parallel_residual": False, "rotary_pct": 0.25},
+    },
     "qwen3_moe": {
         "normalised": {"norm_topk_prob": True, "decoder_sparse_step": 2},
         "windows": {"use_sliding_window": True, "sliding_window": 5},

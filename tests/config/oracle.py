@@ -68,6 +68,8 @@ def oracle(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
     kind = getattr(transformers, FAMILIES[fields["model_type"]].architecture)
     with torch.device("meta" if meta else "cpu"), InFp64():
         config._experts_implementation = "eager"
+        if config.dtype is not None:  # in which tables of positions would be rounded
+            config.dtype = torch.float64
         model = kind._from_config(config)
     return model if meta else fill(model)
 
@@ -104,6 +106,12 @@ def oracle_windows(model: nn.Module) -> list[int | None]:
     window = getattr(config, "sliding_window", None)
     layers = config.num_hidden_layers
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    if hasattr(config, "attention_layers"):  # GPT-Neo's
+        window, types = (
+            config.window_size,
+            [f"{kind}_attention" for kind in config.attention_layers],
+        )
+        return [window - 1 if kind == "local_attention" else None for kind in types]
     slides = [kind == "sliding_attention" and window is not None for kind in types]
     return [window - 1 if sliding else None for sliding in slides]
 

@@ -37,8 +37,9 @@ NAMES = [f"{i}{', smoothed' * bool(s)}{', weighted' * w}" for i, s, w in CASES]
 
 
 def _model(smoothing: float) -> ModelConfig:
-    """With a cap where the loss is smoothed, too."""
-    return replace(MODEL, final_logit_softcapping=1.5 if smoothing else None)
+    """With a cap and a bias where the loss is smoothed, too."""
+    cap = 1.5 if smoothing else None
+    return replace(MODEL, final_logit_softcapping=cap, lm_head_bias=bool(smoothing))
 
 
 def _batch(weighted: bool) -> Batch:
@@ -84,7 +85,7 @@ def test_fused_losses_are_the_loss(impl: str, smoothing: float, weighted: bool) 
     _close(_backward(stage, own, batch), _backward(plain, x, batch))
     _close(own.grad, x.grad)
     _close(stage.z_sums[0], plain.z_sums[0])
-    for name in ("lm_head.weight", "norm.weight"):
+    for name in ("lm_head.weight", "norm.weight", *["lm_head.bias"] * bool(smoothing)):
         _close(stage.get_parameter(name).grad, plain.get_parameter(name).grad)
     with torch.no_grad():
         _close(stage.loss([stage.norm(own)], batch), plain.loss([plain.norm(x)], batch))
@@ -108,7 +109,8 @@ def _split(rank: int, world: int, impl: str, smoothing: float, sequence: bool) -
         build(_model(smoothing), label_smoothing=smoothing, z_loss_coeff=Z) for _ in range(2)
     )
     assert stage.lm_head is not None and plain.lm_head is not None
-    stage.lm_head.weight.data = stage.lm_head.weight.data.chunk(world)[rank].clone()
+    for parameter in stage.lm_head.parameters():
+        parameter.data = parameter.data.chunk(world)[rank].clone()
     stage.column = ColumnParallel(
         exchange_of(dist.group.WORLD, sequence_parallel=sequence), DeferredWeights()
     )
@@ -120,7 +122,11 @@ def _split(rank: int, world: int, impl: str, smoothing: float, sequence: bool) -
     _close(stage.z_sums[0], plain.z_sums[0])
     assert own.grad is not None and plain.lm_head.weight.grad is not None
     _close(all_gather(own.grad, dist.group.WORLD) if sequence else own.grad, x.grad)
-    _close(stage.lm_head.weight.grad, plain.lm_head.weight.grad.chunk(world)[rank])
+    pairs = list(zip(stage.lm_head.parameters(), plain.lm_head.parameters(), strict=True))
+    assert len(pairs) == (2 if smoothing else 1)
+    for ours, true in pairs:
+        assert true.grad is not None
+        _close(ours.grad, true.grad.chunk(world)[rank])
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])

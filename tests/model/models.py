@@ -168,6 +168,26 @@ NEOX = replace(
 COMMAND = replace(
     NEOX, layernorm_bias=False, parallel_residual_one_norm=True, apply_layernorm_1p=False
 )
+BARE = replace(
+    LLAMA,
+    norm_elementwise_affine=False,
+    embed_layernorm=True,
+    clip_qkv=0.6,
+    qk_l2_norm=True,
+    lm_head_bias=True,
+)
+PHI = replace(
+    COMMAND,
+    add_bias_linear=False,
+    attention_out_bias=True,
+    mlp_bias=True,
+    lm_head_bias=True,
+    embed_layernorm=True,
+    clip_qkv=0.5,
+    qk_layernorm=True,
+    qk_layernorm_type="all_heads",
+    untie_embeddings_and_output_weights=True,
+)
 CHUNKED = replace(
     LLAMA,
     qk_l2_norm=True,
@@ -235,12 +255,22 @@ HYBRID = replace(
     mamba_num_groups=2,
     mamba_num_heads=6,
 )
+OPT = replace(
+    GPT,
+    activation_func="relu",
+    position_embedding_offset=2,
+    window_size=3,
+    window_attn_skip_freq="2",
+    softmax_scale=1.0,
+)
 FAMILIES = {
     "delta": DELTA,
     "kimi": KIMI,
     "convolving": CONVOLVING,
     "hybrid": HYBRID,
     "command": COMMAND,
+    "bare": BARE,
+    "phi": PHI,
     "local": LOCAL,
     "whole": WHOLE,
     "sinks": SINKS,
@@ -250,6 +280,7 @@ FAMILIES = {
     "qwen": QWEN,
     "long": LONG,
     "gpt": GPT,
+    "opt": OPT,
     "latent": LATENT,
     "latent, plain queries": PLAIN_QUERIES,
     "sparse": SPARSE,

@@ -15,7 +15,10 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
     """Logits [S, V] of one document."""
     x = weights["embed_tokens.weight"][tokens] * model.embedding_multiplier
     if model.position_embedding_type == "learned_absolute":
-        x = x + weights["embed_positions.weight"][: len(tokens)]
+        table = weights["embed_positions.weight"][model.position_embedding_offset :]
+        x = x + table[: len(tokens)]
+    if model.embed_layernorm:
+        x = _norm(model, weights, "embed_norm", x)
     for layer in range(model.num_layers):
         prefix = f"layers.{layer}."
         own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
@@ -60,6 +63,7 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
     x = _norm(model, weights, "norm", x)
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
     logits = x @ head[: model.vocab_size].T / model.logits_scaling
+    logits = logits + weights.get("lm_head.bias", torch.zeros(model.vocab_size))[: model.vocab_size]
     return _capped(logits, model.final_logit_softcapping)
 
 
@@ -75,9 +79,11 @@ def _norm(model: ModelConfig, own: dict[str, Tensor], name: str, x: Tensor) -> T
     """x as it is, where the model has no weight of that name."""
     if model.parallel_residual_one_norm and name == "post_attention_layernorm":
         name = "input_layernorm"
-    if f"{name}.weight" not in own:
+    after = name in ("post_self_attn_layernorm", "post_mlp_layernorm") and not model.norms_after
+    bare = not (model.norm_elementwise_affine or name.startswith("self_attn.") or after)
+    if f"{name}.weight" not in own and not bare:
         return x
-    factor = model.apply_layernorm_1p + own[f"{name}.weight"]
+    factor = 1.0 if bare else model.apply_layernorm_1p + own[f"{name}.weight"]
     latent = name.endswith("_a_layernorm") and model.latent_norm_epsilon
     epsilon = latent or model.norm_epsilon
     if model.normalization == "LayerNorm" and not name.startswith("self_attn."):
@@ -103,6 +109,8 @@ def _mlp(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
         return _linear(own, "mlp.down_proj", curve * up)
     if squared:
         return _linear(own, "mlp.down_proj", up.clamp(min=0) ** 2)
+    if model.activation_func == "relu":
+        return _linear(own, "mlp.down_proj", up.clamp(min=0))
     if model.activation_func == "xielu":
         p, n = (own[f"mlp.act_fn.alpha_{sign}"].exp().log1p() for sign in "pn")
         curve = torch.where(up > 0, p * up**2, (n + 0.5) * (up.clamp(max=-1e-6).exp() - 1 - up))
@@ -293,6 +301,8 @@ def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Itera
         q = q.unflatten(1, (-1, 2, D))[:, :, 0].flatten(1)
     if model.qk_layernorm_type == "all_heads":
         q, k = _norm(model, own, "self_attn.q_norm", q), _norm(model, own, "self_attn.k_norm", k)
+    most = model.clip_qkv or math.inf
+    q, k, v = (y.clamp(-most, most) for y in (q, k, v))
     for head in range(model.num_attention_heads):
         group = head // shared
         q_SD = q[:, head * D : (head + 1) * D]

@@ -35,10 +35,11 @@ def kept(model: ModelConfig, running: Running, layer: int = 0) -> float:
         replace(LLAMA, hidden_dropout=0.1),
         replace(LLAMA, activation_func="gelu"),
         replace(LLAMA, activation_func="quick_gelu", gated_linear_unit=False),
+        replace(LLAMA, activation_func="relu", gated_linear_unit=False),
         replace(LLAMA, activation_func="squared_relu", gated_linear_unit=False),
         replace(LLAMA, activation_func="xielu", gated_linear_unit=False),
     ],
-    ids=["l", "q", "drop", "geglu", "quick", "squared", "xielu"],
+    ids=["l", "q", "drop", "geglu", "quick", "relu", "squared", "xielu"],
 )
 def test_activation_bytes_are_what_a_layer_saves(model: ModelConfig) -> None:
     stage = Stage(model)

@@ -86,6 +86,8 @@ def curve(name: str, x: Tensor) -> Tensor:
         return x / (1 + torch.exp(-x * (1.0 if name == "silu" else 1.702)))
     if name == "gelu":
         return x * torch.special.ndtr(x)
+    if name == "relu":
+        return x.clamp(min=0)
     if name == "squared_relu":
         return x.clamp(min=0) ** 2
     return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
@@ -97,6 +99,7 @@ GATES = (
     ("quick_gelu", None, 1.0),
     ("gelu", None, 0.0),
     ("gelu_tanh", None, 0.0),
+    ("relu", None, 0.0),
     ("squared_relu", None, 0.0),
 )
 
@@ -272,16 +275,18 @@ def test_a_sum_and_its_norm_by_a_kernel_are_both(
 
 
 @TYPES
-def test_a_norm_by_a_kernel_adds_one_to_its_weight(dtype: torch.dtype, device: str) -> None:
+def test_a_norm_by_a_kernel_adds_one_to_its_weight_if_any(dtype: torch.dtype, device: str) -> None:
     """Of single heads, more rows than there are programs, in any order in memory."""
     kernels = importlib.import_module("fivefold.model.kernels.norms")
     weight = torch.randn(37, device=device).to(dtype).requires_grad_()
     x = torch.randn(5, 37, 3, device=device).to(dtype).transpose(1, 2).requires_grad_()
     upstream, found = torch.randn(5, 3, 37, device=device).to(dtype), []
-    for norm in (rms_norm, kernels.norm):
-        y = norm(x, weight, 1e-5, 1.0)
-        found.append([y, *torch.autograd.grad(y, (x, weight), upstream)])
-    for one, other in zip(*found, strict=True):
+    for norm, by in product((rms_norm, kernels.norm), (weight, None)):
+        y = norm(x, by, 1e-5, 1.0)
+        of = (x,) if by is None else (x, by)
+        found.append([y, *torch.autograd.grad(y, of, upstream)])
+    pairs = zip(found[0] + found[1], found[2] + found[3], strict=True)
+    for one, other in pairs:
         assert one.shape == other.shape and one.dtype == other.dtype
         off = (one - other).double().norm()
         assert off <= (1e-12 if dtype == torch.float64 else 0.01) * one.double().norm()

@@ -13,6 +13,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.presets import resolve_model
 from fivefold.config.sharding import SHARDING
 from fivefold.errors import ConfigError
+from fivefold.hardware import GPUS
 from fivefold.layout import Layout
 from fivefold.predict.cluster_file import load_cluster
 from fivefold.rehearse.report import make_report
@@ -290,6 +291,12 @@ def test_a_few_layers_on_two_ranks_need_what_is_planned(name: str) -> None:
     model = replace(resolve_model(preset), num_layers=layers, vocab_size=size)
     config = Config(model).with_values(**asked)
     _needs_what_is_planned(rehearsed_layout(check(config, 2)), LIMIT / 2)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_what_fits_on_paper_fits_where_it_needs_as_much_more_as_these_tests_allow(gpu: str) -> None:
+    cluster = load_cluster(gpu, 8)
+    assert cluster.room * (1 + LIMIT) + cluster.reserved_bytes <= cluster.gpu.memory_bytes
 
 
 def _needs_what_is_planned(layout: Layout, limit: float = LIMIT) -> None:

@@ -169,6 +169,29 @@ NEOX = replace(
     activation_func="gelu",
     untie_embeddings_and_output_weights=True,
 )
+# Norms without weights, of embeddings, too, as in nanochat; bounds of projections, as in OLMo.
+BARE = replace(
+    LLAMA,
+    norm_elementwise_affine=False,
+    embed_layernorm=True,
+    qk_layernorm=False,
+    qk_l2_norm=True,
+    clip_qkv=0.3,
+    activation_func="squared_relu",
+    gated_linear_unit=False,
+    lm_head_bias=True,
+)
+# Phi's and GPT-J's layers, with a norm of embeddings that has weights, as BLOOM's.
+PHI = replace(
+    NEOX,
+    parallel_residual_one_norm=True,
+    no_rope_freq=None,
+    add_bias_linear=False,
+    attention_out_bias=True,
+    mlp_bias=True,
+    lm_head_bias=True,
+    embed_layernorm=True,
+)
 LONG: dict[str, Any] = {  # rows of 16 tokens are longer
     "rope_type": "longrope",
     "use_rope_scaling": False,
@@ -265,6 +288,11 @@ MODELS = {
     "local, experts": replace(LOCAL, **EXPERTS),
     "sinks": SINKS,
     "neox": NEOX,
+    "bare": BARE,
+    "bare, LayerNorm, tied": replace(
+        BARE, normalization="LayerNorm", untie_embeddings_and_output_weights=False
+    ),
+    "phi": PHI,
     "oss": replace(
         SINKS, rotary_base_local=100.0, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=12
     ),
@@ -297,6 +325,9 @@ MODELS = {
     "llama": LLAMA,
     "llama tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
     "gpt": GPT,
+    "gpt, positions from the third row": replace(
+        GPT, activation_func="relu", position_embedding_offset=2, embedding_dropout=0.0
+    ),
     "gpt untied": replace(GPT, untie_embeddings_and_output_weights=True, **MULTIPLIERS),
 }
 

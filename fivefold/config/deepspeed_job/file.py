@@ -1,4 +1,4 @@
-"""The file of settings that `deepspeed.initialize` takes."""
+"""Reads the settings file that `deepspeed.initialize` takes."""
 
 import json
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ _OF_OTHERS: Mapping[str, str] = MappingProxyType(
 """What stands in files of others, which have some of DeepSpeed's settings, too."""
 _SECTIONS = ("bf16", "fp16", "optimizer", "scheduler", "zero_optimization")
 AUTO = "auto"
-"""What stands for values that the Trainer of Hugging Face fills in."""
+"""The value for settings that Hugging Face's Trainer fills in."""
 
 
 @dataclass
 class DeepSpeedJob(JobSettings):
-    """A file of settings.
+    """A settings file of DeepSpeed.
 
     Attributes:
         left_open: paths of what was read and is "auto", in order.
@@ -55,7 +55,7 @@ class DeepSpeedJob(JobSettings):
         return value
 
     def setting(self, name: str, path: str, default: N) -> Named:
-        """A number that is a setting, unless it is left open."""
+        """A number as a setting, unless it is left open."""
         value = self.number(path, default)
         if path not in self.left_open:
             yield name, value

@@ -35,7 +35,7 @@ _UNTOUCHED = True, False, None, "gaussian", "eva", "orthogonal"
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """What an adapter is, by its folder.
+    """The description of an adapter, read from its folder.
 
     Attributes:
         folder: where it lies.
@@ -62,7 +62,7 @@ class PeftAdapter:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether PEFT keeps an adapter in a folder."""
+    """Whether a folder holds an adapter of PEFT."""
     return (folder / SETTINGS).is_file()
 
 
@@ -107,7 +107,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Refuse a folder of weights in which PEFT keeps an adapter, also where its base lies beside.
+    """Refuse a folder of weights that holds an adapter of PEFT, even if its base lies beside it.
 
     Raises:
         CheckpointError: there is an adapter, or its adapter_config.json cannot be read.
@@ -131,7 +131,8 @@ def _see_patterns(reader: Reader, rank: int, alpha: float) -> None:
 
 
 def _refuse_others(reader: Reader) -> None:
-    """Fields that make it another adapter than a LoRA of linear layers, and those that do not."""
+    """Refuse fields that make it something other than a LoRA of linear layers; accept those without
+    effect."""
     reader.fixed("peft_type", "LORA")
     reader.fixed("task_type", "CAUSAL_LM", None)
     reader.fixed("bias", "none")
@@ -157,7 +158,7 @@ def _refuse_others(reader: Reader) -> None:
 
 
 def _modules(folder: Path, reader: Reader) -> list[str]:
-    """The linear layers of which the file has tensors."""
+    """The linear layers for which the file has tensors."""
     if not (folder / ADAPTER).is_file():
         old = ", ".join(sorted(path.name for path in folder.glob("adapter_model.*"))[:3])
         attempt = f"PEFT's save_pretrained, which writes it from {old}" if old else None
@@ -182,7 +183,7 @@ def _our_targets(modules: list[str], reader: Reader) -> tuple[str, ...]:
 
 
 def end_of(module: str) -> str:
-    """How the name of one of transformers' linear layers ends, by which layers are told apart."""
+    """The end of the name of one of transformers' linear layers, which tells layers apart."""
     *_, before, last = "", *module.split(".")
     whole = f"{before}.{last}"
     return whole if whole in _TARGETS else last

@@ -1,4 +1,4 @@
-"""What of two models differs that their weights depend on."""
+"""Compares two models in everything that their weights depend on."""
 
 from dataclasses import asdict
 from typing import Any
@@ -9,17 +9,18 @@ from fivefold.config.model import INITIAL, ModelConfig
 from fivefold.config.rules.dependents import DEPENDENTS
 from fivefold.config.stretched_rope import longrope_scale
 
-_TRAINING = ("hidden_dropout", "attention_dropout", *INITIAL, *IN_BF16, *OF_ITS_LOSS)
+_DROPOUT = "hidden_dropout", "embedding_dropout", "attention_dropout"
+_TRAINING = (*_DROPOUT, *INITIAL, *IN_BF16, *OF_ITS_LOSS)
 _OURS = (*_TRAINING, "make_vocab_size_divisible_by", "rotary_interleaved", "unmodelled")
 """Fields of a ModelConfig that weights do not depend on, but for the order of rotary features, in
 which they are read and written."""
 
 
 def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
-    """What of two models differs that their weights depend on: a line for each field.
+    """Differences between two models that affect their weights, one line for each field.
 
-    Further predictions count only if the first has them: the other's weights then have what it
-    needs and more.
+    Multi-token prediction counts only if the first model has it: otherwise the other's weights have
+    all it needs and more.
     """
     if not model.mtp_num_layers:
         other = other.without_predictions
@@ -59,7 +60,7 @@ def _told(model: ModelConfig) -> dict[str, Any]:
 
 
 def _local_sizes(model: ModelConfig) -> dict[str, Any]:
-    """Sizes of attention in layers with a window, if there are some."""
+    """Sizes of attention in layers with a window, if there are any."""
     local = model.attention_of(True).spelt_out()
     names = {name: name.removesuffix("_local") for name in OF_WINDOWS}
     has = model.window_size is not None
@@ -67,12 +68,12 @@ def _local_sizes(model: ModelConfig) -> dict[str, Any]:
 
 
 def softmax_scale(model: ModelConfig) -> float:
-    """What products of queries and keys are multiplied with."""
+    """The factor of products of queries and keys."""
     return model.query_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
 
 
 def _local_base(model: ModelConfig) -> float | None:
-    """The base of layers with a window, if RoPE is another one there."""
+    """The RoPE base of layers with a window, if it differs."""
     base = model.rotary_base_local
     scaled = model.use_rope_scaling or model.rope_type != "rope"
     scaled = scaled or model.rotary_seq_len_interpolation_factor not in (None, 1.0)

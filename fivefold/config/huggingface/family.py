@@ -1,4 +1,4 @@
-"""What a family of Hugging Face's models is: a record, of which all else follows."""
+"""A family of Hugging Face models: one record from which everything else follows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -47,7 +47,8 @@ class Tensors:
         last: name of the last norm.
         two_norms: more substitutions, where attention and MLP are side by side after two norms.
         joint_qkv: how queries, keys and values follow one another in one linear layer: all of each,
-            or those of one head of keys; None: they are three.
+            those of one head of keys, or queries, values and keys of each quarter of the heads;
+            None: they are three.
         joint_mlp: whether gate and up are one linear layer.
         experts: how weights of experts lie: each by itself, or together: as here, with gate and up
             after one another; transposed; transposed, with gate and up alternating.
@@ -55,6 +56,8 @@ class Tensors:
         apart: linear layers of ours that are several there: these, in order.
         pairs: whether rotary features are stored as pairs of neighbours, not as two halves; None:
             `rope_interleave` of the config.json says so.
+        turns_back: whether rotary features are turned by the opposite angles there, which makes the
+            second half of a head our first.
         index_pairs: whether those of an indexer are.
         transposed: whether linear layers are.
         bias_in_row: whether a router's bias is the one row of a matrix.
@@ -73,12 +76,13 @@ class Tensors:
     base: str = "model."
     last: str = "norm."
     two_norms: Names = field(default_factory=dict)
-    joint_qkv: Literal["in_turn", "by_head"] | None = None
+    joint_qkv: Literal["in_turn", "by_head", "by_quarter"] | None = None
     joint_mlp: bool = False
     experts: Literal["each", "together", "transposed", "alternating"] = "each"
     also: Literal["together", "untransposed", "mixtures"] | None = None
     apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     pairs: bool | None = False
+    turns_back: bool = False
     index_pairs: bool = False
     transposed: bool = False
     bias_in_row: bool = False

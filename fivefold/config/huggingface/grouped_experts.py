@@ -14,7 +14,7 @@ from fivefold.config.model import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedExperts:
-    """A router over experts in groups, with what a family takes absent fields for.
+    """A router over groups of experts, with a family's defaults for absent fields.
 
     Attributes:
         scores: `scoring_func`, the only one that transformers has.
@@ -57,11 +57,11 @@ class GroupedExperts:
 
     @property
     def second(self) -> bool:
-        """Whether it is DeepSeek-V2's, of a softmax before the choice, which has no bias."""
+        """Whether it is DeepSeek-V2's router: a softmax before the choice, without a bias."""
         return self.scores == "softmax"
 
     def read(self, reader: Reader, layers: int) -> dict[str, Any]:
-        """ModelConfig settings of the experts; empty for a model without."""
+        """ModelConfig settings of the experts; empty for a model without experts."""
         second = self.second
         read_balancing(reader)
         reader.without_effect("aux_loss_alpha", "seq_aux", "ep_size")
@@ -126,7 +126,7 @@ class GroupedExperts:
         }
 
     def _sparse_layers(self, reader: Reader, layers: int) -> list[bool]:
-        """Which layers have experts: those after the first few, or those that are listed."""
+        """Which layers have experts: all but the first few, or those that are listed."""
         first = reader.size("first_k_dense_replace", default=self.dense_layers, least=0)
         listed = listed_sparse(reader, layers) if self.listed else None
         if listed is None:
@@ -171,7 +171,7 @@ DEEPSEEK_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def predictions(reader: Reader) -> int:
-    """Layers that predict further tokens."""
+    """The number of multi-token prediction layers."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     return reader.size(*names, default=1, least=0, most=MAX_LAYERS)
 
@@ -214,13 +214,13 @@ def sigmoid_expert_fields(model: ModelConfig, factor: str) -> Fields:
 
 
 def no_predictions(reader: Reader) -> None:
-    """Of families whose further predictions are not published, nor made by transformers."""
+    """For families whose prediction layers are neither published nor built by transformers."""
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         reader.fixed(name, 0)
 
 
 def read_of_sarvam(reader: Reader) -> None:
-    """Fields of Sarvam's published files, which transformers has no use for."""
+    """Read fields of Sarvam's published files that transformers does not use."""
     reader.fixed("score_function", "sigmoid")
     for name in ("moe_router_enable_expert_bias", "use_rmsnorm"):
         reader.fixed(name, True)

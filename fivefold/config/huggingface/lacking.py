@@ -1,4 +1,4 @@
-"""Families that are not read, and what of them no model here can have."""
+"""Families that cannot be read, and the features that no model here can have."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,8 +14,6 @@ _INKLING = (
 )
 _CYCLES = "layers are run several times, one round after the other"
 _BESIDE = "attention and Mamba-2 read one hidden state side by side"
-_NO_WEIGHTS = "norms have no weights"
-_BIASED_HEAD = "the output layer has a bias"
 GEMMA4_SHARED = (
     "E2B and E4B take keys and values of earlier layers, which pipeline stages would have to send"
 )
@@ -32,8 +30,6 @@ LACKING: Mapping[str, str] = MappingProxyType(
             ("aya_vision", "cohere2_vision"),
             "transformers leaves logit_scale of its text model out, which then is another model",
         ),
-        **dict.fromkeys(("phi", "gptj", "codegen"), _BIASED_HEAD),
-        **dict.fromkeys(("olmo", "nanochat"), _NO_WEIGHTS),
         "lfm3": _HEAD_GATES,
         "laguna": f"{_HEAD_GATES}, a softplus, and layers may have other numbers of heads",
         "step3p7": f"{_HEAD_GATES}, and {_WINDOWED_HEADS}",
@@ -73,10 +69,9 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "dory": f"states, queries and keys all have length one (nGPT), and {_CYCLES}",
         "hrm_text": _CYCLES,
         "bitnet": "attention and MLPs normalise what their last matrix reads",
-        "dbrx": "queries, keys and values are clamped (clip_qkv)",
+        "dbrx": "all experts of a layer are one matrix in its files, turned as none are here",
         "diffllama": "attention is the difference of two softmaxes",
         "jetmoe": "attention has experts, too",
-        "gpt_neo": "attention has a bias in its output alone, and MLPs have biases",
         "persimmon": "each head is normalised by a LayerNorm",
         "bamba": "layers with Mamba-2 have an MLP, too, which here is a layer of its own",
         **dict.fromkeys(("zamba", "zamba2"), "several layers share one attention"),
@@ -88,7 +83,6 @@ LACKING: Mapping[str, str] = MappingProxyType(
         ),
         "falcon_h1": _BESIDE,
         **dict.fromkeys(("bloom", "mpt"), "attention knows positions by slopes (ALiBi)"),
-        "opt": "learned positions start at the third row of their table, and MLPs have a ReLU",
         "phimoe": "its router chooses one expert after the other (SparseMixer)",
         "minimax": "most layers have lightning attention",
         "bailing_hybrid": "most layers have Kimi Delta Attention, whose decay is of each feature",

@@ -24,6 +24,7 @@ ACTIVATIONS: Mapping[str, Any] = MappingProxyType(
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu_fast": "gelu_tanh",
         "gelu_accurate": "gelu_tanh",
+        "relu": "relu",
         "relu2": "squared_relu",
     }
 )
@@ -32,30 +33,35 @@ Settings = dict[str, Any]
 
 
 def no_biases(reader: Reader) -> Settings:
-    """Of families without the fields, or where one would affect attention alone."""
+    """For families without the fields, or where one would affect attention only."""
     reader.fixed("attention_bias", False)
     reader.fixed("mlp_bias", False)
     return {}
 
 
-def equal_biases(reader: Reader, default: bool = False) -> Settings:
+def attention_biases(reader: Reader) -> Settings:
+    """Of families with a field for attention alone, its output among it."""
+    reader.fixed("mlp_bias", False)
+    biased = reader.flag("attention_bias", False)
+    return {"add_qkv_bias": biased, "attention_out_bias": biased}
+
+
+def both_biases(reader: Reader, default: bool = False) -> Settings:
     """Of families with a field for attention, its output among it, and one for MLPs."""
     attention, mlp = reader.flag("attention_bias", default), reader.flag("mlp_bias", default)
-    if attention != mlp:
-        why = f"{reader.spelt('attention_bias')} has to be the same"
-        reader.unsupported("mlp_bias", mlp, [attention], why)
-    return {"add_bias_linear": attention and mlp}
+    if attention and mlp:
+        return {"add_bias_linear": True}
+    return {"add_qkv_bias": attention, "attention_out_bias": attention, "mlp_bias": mlp}
 
 
 def qkv_biases(default: bool) -> Callable[[Reader], Settings]:
-    """Of families whose attention_bias means queries, keys and values, without the output."""
+    """For families whose attention_bias means queries, keys and values, without the output."""
     return lambda reader: {"add_qkv_bias": reader.flag("attention_bias", default)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLike:
-    """What a family has of what differs among Llama's relatives, and what it takes absent fields
-    for.
+    """A relative of Llama: how it differs, and its defaults for absent fields.
 
     Attributes:
         num_key_value_heads: key/value heads; None: as many as query heads.
@@ -146,8 +152,8 @@ class LlamaLike:
 
 
 def bias_fields(model: ModelConfig) -> Fields:
-    """Of `equal_biases`."""
-    return dict.fromkeys(("attention_bias", "mlp_bias"), model.add_bias_linear)
+    """Of `both_biases`."""
+    return {"attention_bias": model.output_bias, "mlp_bias": model.inner_bias}
 
 
 def transformer_sizes(reader: Reader) -> dict[str, Any]:
@@ -172,16 +178,14 @@ def activation(reader: Reader, name: str, default: str, own: tuple[str, ...] = (
 def refuse_head_dim(
     reader: Reader, model: ModelConfig, why: str = "hidden_size / num_attention_heads"
 ) -> None:
-    """Report heads that together have not the features of a hidden state."""
+    """Report heads that together do not have the features of a hidden state."""
     usual = model.hidden_size // model.num_attention_heads
     if model.head_dim != usual:
         reader.unsupported("head_dim", model.head_dim, [usual], why)
 
 
-def equal_dropouts(reader: Reader, names: tuple[str, str], default: float) -> float:
-    """Dropout of residual branches and of embeddings, by their names, which must be the same."""
-    dropout, embedded = (reader.number(name, default) for name in names)
-    if embedded != dropout:
-        branches, embeddings = names
-        reader.unsupported(embeddings, embedded, [dropout], f"{branches} has to be the same")
-    return dropout
+def dropouts(reader: Reader, branches: str, embeddings: str, default: float) -> Settings:
+    """Dropout of residual branches and of embeddings, by their names."""
+    dropout, embedded = (reader.number(name, default) for name in (branches, embeddings))
+    own = None if embedded == dropout else embedded
+    return {"hidden_dropout": dropout, "embedding_dropout": own}

@@ -1,4 +1,5 @@
-"""Multimodal models, of which the text model is read: its fields, and the names of its tensors."""
+"""Multimodal models, of which only the text model is read: its fields, and the names of its
+tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -238,13 +239,13 @@ def _kind(fields: Fields) -> str | None:
 
 
 def text_kind(fields: Fields) -> str | None:
-    """The family of the text model; of a file that is no multimodal one, its own."""
+    """The family of the text model; of a text-only file, its own."""
     told = _text_type(fields)
     return _kind(fields) if told is None else TEXTS[told].family
 
 
 def tensors_of(fields: Fields) -> Tensors:
-    """How files hold the tensors of the text model, or of a model that is none but text."""
+    """How files hold the tensors of a text model, within a multimodal model or on its own."""
     told = _text_type(fields)
     if told is not None and (own := TEXTS[told].tensors) is not None:
         return own
@@ -265,7 +266,7 @@ def _text_type(fields: Fields) -> str | None:
 def text_reader(fields: Fields) -> tuple[Reader, str]:
     """A reader of the text model's fields, as its family has them, and that family.
 
-    What else the file has was read, and its mistakes are among the reader's.
+    The rest of the file has been read by then, and its mistakes are among the reader's.
     """
     kind = _kind(fields)
     assert kind is not None
@@ -313,7 +314,8 @@ def _read_copies(whole: Reader, table: Reader, kind: str) -> None:
 
 
 def _tied(whole: Reader, table: Reader, kind: str) -> bool:
-    """Whether head and embedding are one: transformers 5 asks the whole model, 4 the text's."""
+    """Whether head and embedding are tied: transformers 5 asks the whole model, 4 its text
+    model."""
     family = MULTIMODAL[kind]
     text = table.flag("tie_word_embeddings", family.tied)
     tied = whole.flag("tie_word_embeddings", text)
@@ -321,8 +323,7 @@ def _tied(whole: Reader, table: Reader, kind: str) -> bool:
 
 
 def _without_sections(value: Any) -> Any:
-    """A table of RoPE without what tells which features turn by time, height and width; any other
-    value as it is."""
+    """A RoPE table without the features for time, height and width; other values unchanged."""
     if not isinstance(value, Mapping):
         return value
     kept = {
@@ -336,7 +337,7 @@ def _without_sections(value: Any) -> Any:
 
 
 def _read_text_fields(reader: Reader, kind: str, told: str) -> None:
-    """Refuse what the text model of a multimodal one ignores, and its family does not."""
+    """Refuse fields that the text model of a multimodal one ignores, but its family does not."""
     if kind == "gemma3":
         reader.fixed(
             "final_logit_softcapping", None, why="transformers caps logits of the text model alone"
@@ -357,7 +358,7 @@ def _read_text_fields(reader: Reader, kind: str, told: str) -> None:
 
 
 def told_of(path: Path) -> str | None:
-    """What of a model at a path is not read, for people; None: it is all read, or there is none."""
+    """A note about the parts of a model at a path that are not read; None if there are none."""
     file = path / "config.json" if path.is_dir() else path
     if file.suffix != ".json" or not file.is_file():
         return None
@@ -394,6 +395,6 @@ def text_name(name: str) -> str:
 
 
 def part_of(name: str) -> str | None:
-    """The part beside the text model that a tensor belongs to; None: none that is known."""
+    """The part besides the text model that a tensor belongs to; None: no known one."""
     part = name.removeprefix("model.").partition(".")[0]
     return part if part in _PARTS else None

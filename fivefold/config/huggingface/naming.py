@@ -1,4 +1,4 @@
-"""Says what is wrong with an architecture in the words of the config.json that describes it."""
+"""Reports mistakes of an architecture in the words of the config.json that describes it."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -17,7 +17,7 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "num_layers": ("num_hidden_layers", "n_layer"),
         "hidden_size": ("hidden_size", "n_embd"),
-        "num_attention_heads": ("num_attention_heads", "n_head"),
+        "num_attention_heads": ("num_attention_heads", "n_head", "num_heads"),
         "num_query_groups": (
             *("num_global_key_value_heads", "num_key_value_heads", "num_kv_heads"),
         ),
@@ -26,7 +26,7 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "kv_channels_local": ("head_dim",),
         "v_channels": ("v_head_dim",),
         "value_multiplier": ("attention_value_scale",),
-        "ffn_hidden_size": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+        "ffn_hidden_size": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim"),
         "max_position_embeddings": (
             *("max_position_embeddings", "n_positions", "model_max_length"),
         ),
@@ -36,9 +36,12 @@ _THEIRS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "embedding_multiplier": ("scale_emb",),
         "residual_multiplier": ("scale_depth",),
         "softmax_scale": ("attention_multiplier",),
-        "init_method_std": ("initializer_range",),
+        "init_method_std": ("initializer_range", "init_std"),
         "embedding_init_method_std": ("embedding_initializer_range",),
-        "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
+        "hidden_dropout": (
+            *("hidden_dropout", "resid_pdrop", "residual_dropout", "resid_dropout", "dropout"),
+        ),
+        "embedding_dropout": ("embd_pdrop", "embedding_dropout", "embed_dropout"),
         "attention_dropout": ("attention_dropout", "attn_pdrop"),
         "activation_func_clamp_value": ("swiglu_limit",),
         "no_rope_freq": ("no_rope_layers", "no_rope_layer_interval"),

@@ -1,4 +1,4 @@
-"""Reads fields of a config.json, or of an adapter's, by name and type."""
+"""Reads fields of a config.json, or of an adapter's settings, by name and type."""
 
 import json
 import re
@@ -45,11 +45,11 @@ class Reader:
         self._spellings: dict[str, str] = {}
 
     def also(self, **spellings: str) -> None:
-        """Take fields that are asked for by these names under another name, too."""
+        """Accept another name for fields that are asked for by these names."""
         self._spellings |= spellings
 
     def spelt(self, name: str) -> str:
-        """The name that the file has for a field: another spelling, where that is given."""
+        """The name of a field in the file, which may be another spelling."""
         other = self._spellings.get(name)
         return other if other in self.fields and other is not None else name
 
@@ -113,7 +113,7 @@ class Reader:
         return default if value is _WRONG else value
 
     def text(self, *names: str, default: str, choices: Iterable[str]) -> str | None:
-        """One of several words; None, and a mistake, if it is another one."""
+        """One of several words; None, and a mistake, if it is none of them."""
         value = self._value(names, default, _a_text)
         if value is _WRONG:
             return None
@@ -137,7 +137,7 @@ class Reader:
         return [word for word in value if word in choices]
 
     def has_each_layer(self, name: str, listed: Sequence[Any], layers: int) -> bool:
-        """Whether a list has an entry for each layer; else that is a mistake."""
+        """Whether a list has an entry for each layer; if not, that is a mistake."""
         if len(listed) != layers:
             counts = f"{len(listed)} entries, num_hidden_layers is {layers}"
             self.mistakes.add(f"{name} must have one entry a layer: {counts}")

@@ -77,7 +77,7 @@ def sharpened_rope(
     original: int = 16384,
     latents: bool = False,
 ) -> Rope:
-    """Ministral 3's YaRN, in whose table there also is how attention gets hotter by position.
+    """Ministral 3's YaRN, whose table also says how attention is sharpened with the position.
 
     Args:
         reader: reader of the file.

@@ -1,4 +1,4 @@
-"""How a config.json says that rotary positions are stretched: each kind's numbers."""
+"""Reads how a config.json stretches rotary positions: the numbers of each kind."""
 
 from math import isclose, log
 from typing import Any
@@ -87,7 +87,7 @@ def yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any], 
 
 
 def temperature(table: Reader) -> tuple[tuple[str, Any], ...]:
-    """ModelConfig settings for queries' factors; those of files are of layers with RoPE."""
+    """ModelConfig settings for factors of queries; in files they apply to layers with RoPE."""
     table.without_effect("max_position_embeddings")
     beta, length = "llama_4_scaling_beta", table.size("original_max_position_embeddings")
     if beta not in table.fields:
@@ -107,7 +107,7 @@ def tempered(scale: float, length: int) -> tuple[tuple[str, Any], ...]:
 
 
 def alpha(table: Reader) -> float:
-    """Hunyuan's alpha, beside which its files have fields that count for nothing."""
+    """Hunyuan's alpha; the other scaling fields of its files have no effect."""
     table.without_effect("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     alpha = table.number("alpha", 0.0)
     if alpha <= 0:
@@ -118,13 +118,13 @@ def alpha(table: Reader) -> float:
 
 
 def longest(whole: Reader) -> int:
-    """The longest sequence of a model, from before which transformers takes it to be scaled."""
+    """The longest sequence of a model, from which transformers derives the scaling."""
     positions = whole.fields.get("max_position_embeddings")
     return positions if type(positions) is int and positions > 0 else 1
 
 
 def longrope(table: Reader, beside: int | None, longest: int) -> tuple[tuple[str, Any], ...]:
-    """LongRoPE, of which a factor, if there is one, only says how attention is scaled."""
+    """LongRoPE; its factor, if given, only decides how attention is scaled."""
     original = table.size("original_max_position_embeddings", default=beside or longest)
     if beside is not None:
         why = f"original_max_position_embeddings beside the table, {beside}, is what counts"
@@ -142,7 +142,8 @@ def longrope(table: Reader, beside: int | None, longest: int) -> tuple[tuple[str
 
 
 def _read_attention_factor(table: Reader) -> None:
-    """Accept what YaRN makes of its factor anyway, which files of OLMo 3 write out."""
+    """Accept the value that YaRN derives from its factor anyway, which files of OLMo 3 spell
+    out."""
     given, factor = table.fields.get("attention_factor"), table.fields.get("factor")
     usual = False
     if isinstance(given, float) and isinstance(factor, int | float) and factor > 1:

@@ -18,8 +18,8 @@ def rope_tables(
     scalings: tuple[str, ...] = SCALINGS,
     partial: bool = False,
 ) -> dict[str, Any]:
-    """ModelConfig settings of families that transformers 4 had not: the tables are whole, or none
-    is there, and no fields are beside them.
+    """ModelConfig settings of families that transformers 4 lacked: they have whole tables or none,
+    and no fields beside them.
 
     Args:
         reader: reader of the file.
@@ -47,7 +47,7 @@ def rope_tables(
 
 
 def _are_whole(reader: Reader, default: Rope, slides: Sequence[bool]) -> bool:
-    """Whether each type of layer has its table, which is not left to any default; else that is a
+    """Whether each type of layer has its table without relying on a default; if not, that is a
     mistake."""
     tables = reader.table("rope_parameters")
     given: Mapping[str, Any] = {} if tables is None else tables.fields
@@ -62,7 +62,7 @@ def _are_whole(reader: Reader, default: Rope, slides: Sequence[bool]) -> bool:
 
 
 def written_tables(model: ModelConfig, fields: Fields) -> Fields:
-    """Fields of a model with such tables in place of rope_theta and rope_scaling."""
+    """Fields with such tables, instead of rope_theta and rope_scaling."""
     scaling = fields.pop("rope_scaling", {"rope_type": "default"})
     base = fields.pop("rope_theta")
     local = model.rotary_base_local or base

@@ -11,7 +11,7 @@ from fivefold.config.model import ModelConfig
 
 
 def none(reader: Reader, layers: int) -> dict[str, Any]:
-    """Of families without windows."""
+    """For families without windows."""
     reader.fixed("sliding_window", None)
     return {}
 
@@ -79,7 +79,7 @@ def needed(reader: Reader, slides: Sequence[bool], default: int = 4096) -> int |
 def with_rope(
     reader: Reader, window: int | None, slides: Sequence[bool], works: int | None
 ) -> dict[str, Any]:
-    """ModelConfig settings for windows, and RoPE where they are alone."""
+    """ModelConfig settings for windows, with RoPE only in the layers that have one."""
     if not any(slides):
         why = f"of num_hidden_layers {len(slides)} none has it, and layers without it have no RoPE"
         reader.unsupported("sliding_window", window, [works], why)
@@ -114,7 +114,7 @@ def unrotated(reader: Reader, layers: int, *, may_be_empty: bool = True) -> tupl
 
 
 def written_width(window: int | None) -> int | None:
-    """A window's width there, which includes the token itself."""
+    """A window's width in the file, which includes the token itself."""
     return None if window is None else window + 1
 
 

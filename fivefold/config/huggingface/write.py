@@ -1,4 +1,4 @@
-"""Writes the config.json of a model: of the family that, read again, is the same model."""
+"""Writes the config.json of a model, in a family that reads it back as the same model."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,1 +1,1 @@
-"""Jobs of Megatron-LM: their arguments, and the settings that these are here."""
+"""Reads Megatron-LM's arguments and translates them into settings."""

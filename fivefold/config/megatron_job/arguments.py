@@ -1,4 +1,4 @@
-"""The arguments of a job of Megatron-LM, from its command line or from what it logs of them."""
+"""The arguments of a Megatron-LM job, from its command line or its log."""
 
 import argparse
 import ast
@@ -49,7 +49,7 @@ _OLDER: Mapping[str, str] = MappingProxyType(
 
 @dataclass
 class MegatronJob:
-    """The arguments of a job; it notes which of them have been read.
+    """The arguments of a job; records which of them have been read.
 
     Raises:
         ConfigError: values of arguments are of the wrong kind.
@@ -85,12 +85,12 @@ class MegatronJob:
         return self.given[name] if name in self.given else known().defaults.get(name)
 
     def listed(self, name: str) -> list[Any]:
-        """An argument of which there may be several values."""
+        """An argument that may have several values."""
         value = self[name]
         return value if isinstance(value, list) else [] if value is None else [value]
 
     def same(self, *names: str) -> Named:
-        """Arguments that are settings of the same name."""
+        """Arguments that are settings under the same name."""
         for name in names:
             yield name, self[name]
 
@@ -99,9 +99,9 @@ class MegatronJob:
         self._read.update(names)
 
     def unread(self) -> dict[str, Any]:
-        """The arguments that are not at their defaults, and that nobody has read.
+        """Arguments that differ from their defaults and that nobody has read.
 
-        Those of other releases are taken for off where they are empty or False.
+        Arguments of other releases count as off if they are empty or False.
         """
         off: tuple[Any, ...] = (None, False, [])
         defaults = known().defaults
@@ -114,7 +114,7 @@ class MegatronJob:
 
 
 def read_job(text: str, around: Around = _NOWHERE) -> MegatronJob:
-    """The job whose log, whose command line, or whose script a text is.
+    """The job described by a text: a log, a command line or a script.
 
     Raises:
         ConfigError: it is none of them, or a script that depends on more than what is `around`.
@@ -131,7 +131,7 @@ def job_of(arguments: Mapping[str, Any]) -> MegatronJob:
 
 
 def _plain(value: Any) -> Any:
-    """A value as a command line has it: types of torch by name, tuples as lists."""
+    """A value as on a command line: types of torch by name, tuples as lists."""
     if isinstance(value, tuple):
         return list(value)
     return value if isinstance(value, bool | int | float | str | list | None) else str(value)
@@ -157,7 +157,7 @@ def _from_log(text: str) -> MegatronJob:
 
 
 def _value(text: str, argument: Argument | None) -> Any:
-    """A value from the text that Python prints of it."""
+    """A value, parsed from Python's printed form."""
     if text in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[text]
     plain = argument is not None and argument.kind is None and argument.nargs is None
@@ -175,7 +175,7 @@ class _MegatronParser(argparse.ArgumentParser):
 
 
 def _parser() -> _MegatronParser:
-    """Megatron-LM's parser; what is not given has no value."""
+    """Megatron-LM's parser, in which absent arguments have no value."""
     parser = _MegatronParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     types: dict[str | None, type] = {"int": int, "float": float}
     for name, flags, action, nargs, kind, _ in known().arguments:

@@ -1,4 +1,4 @@
-"""The command that starts a job: on a line, in a script, or as a file of MODEL_ARGS."""
+"""The command that starts a job, from a line, a script, or a file of MODEL_ARGS."""
 
 import re
 import shlex
@@ -46,7 +46,7 @@ _SLURM: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Around:
-    """What a script finds where it runs.
+    """The environment that a script runs in.
 
     Attributes:
         environment: variables that are set.
@@ -122,7 +122,7 @@ def script_of(text: str, around: Around, launches: Callable[[Sequence[str]], boo
 
 
 def _words(text: str) -> list[str]:
-    """The words of a command, of several lines that end with backslashes, and with comments."""
+    """The words of a command, which may span lines ending in backslashes and contain comments."""
     text = text.rstrip().removesuffix("\\").replace("\\\n", " ")
     try:
         return shlex.split(text, comments=True)
@@ -131,7 +131,7 @@ def _words(text: str) -> list[str]:
 
 
 def _as_script(text: str, flags: Mapping[str, Argument]) -> str:
-    """The command that the functional tests of Megatron-LM make of their files."""
+    """The command that Megatron-LM's functional tests make from their files."""
     try:
         found = yaml.load(text, yaml.BaseLoader)
     except yaml.YAMLError as error:
@@ -145,7 +145,7 @@ def _as_script(text: str, flags: Mapping[str, Argument]) -> str:
 
 
 def _flag(name: str, value: object, flags: Mapping[str, Argument]) -> Iterator[str]:
-    """A flag with its values; true stands for none, false for leaving it out."""
+    """A flag with its values; true means no value, false leaves it out."""
     if value == "false":
         return
     yield name
@@ -168,7 +168,7 @@ def _slurm(text: str) -> dict[str, str]:
 
 
 def tasks_of(text: str) -> list[str]:
-    """The options that a job gives Slurm in lines of its own."""
+    """The options for Slurm in a job's own lines."""
     lines = re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE)
     return [word for line in lines for word in line.split()]
 
@@ -182,7 +182,7 @@ def _starts(words: Sequence[str], flags: Mapping[str, Argument]) -> bool:
 def _chosen(
     commands: Sequence[Sequence[str]], flags: Mapping[str, Argument]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The one command that starts a job; where some train and others do not, one of those."""
+    """The one command that starts a job; if some train and others do not, one that trains."""
     found = [_cut(words, flags) for words in commands if _starts(words, flags)]
     trains = [each for each in found if is_pretraining(each[0])]
     named = (
@@ -211,7 +211,7 @@ def _no_training(launcher: Sequence[str]) -> ConfigError:
 def _cut(
     words: Sequence[str], flags: Mapping[str, Argument]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The launcher, with the program, and the arguments of the job."""
+    """The launcher with the program, and the job's arguments."""
     first = next((n for n, word in enumerate(words) if word.partition("=")[0] in flags), len(words))
     programs = [n for n, word in enumerate(words[:first]) if word.endswith(".py")]
     place = programs[-1] + 1 if programs else first
@@ -224,7 +224,8 @@ def _without_open(
     flags: Mapping[str, Argument],
     notes: tuple[str, ...],
 ) -> Launch:
-    """A command without what is not known: files are named, and anything else is a mistake."""
+    """A command without its unknown parts: unknown files are named, anything else unknown is a
+    mistake."""
     kept: list[str] = []
     left_open: dict[str, str] = {}
     needed: dict[str, str] = {}
@@ -258,7 +259,7 @@ def _without_open(
 
 
 def _is_file(argument: Argument) -> bool:
-    """Whether an argument says where something lies, or changes nothing here."""
+    """Whether an argument only names a place, or changes nothing here."""
     return argument.name in _FILES or foreign(argument.name).idle
 
 
@@ -275,7 +276,7 @@ def _needed(needed: Mapping[str, str], notes: Sequence[str]) -> ConfigError:
 
 
 def ranks_of(launcher: Sequence[str]) -> int | None:
-    """The ranks that a launcher starts, or Slurm; None: it does not say."""
+    """The number of ranks that a launcher, or Slurm, starts; None: not known."""
     text = " ".join(launcher)
 
     def last(*patterns: str) -> int | None:

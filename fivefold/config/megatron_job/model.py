@@ -1,4 +1,4 @@
-"""The model of a job of Megatron-LM, in settings."""
+"""Translates the model of a Megatron-LM job into settings."""
 
 from fivefold.config.by_layer import (
     OF_INDEXER,
@@ -55,8 +55,8 @@ def of_model(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
 
 
 def _further(job: MegatronJob, lost: list[str]) -> Named:
-    """Predictions of further tokens: release 0.16 makes none of hybrid models, later ones by layers
-    of a pattern."""
+    """Multi-token prediction: release 0.16 has none in hybrid models, later ones describe it by a
+    pattern of layers."""
     depths, pattern = job["mtp_num_layers"] or 0, job["mtp_hybrid_override_pattern"]
     hybrid = job["hybrid_override_pattern"] is not None or job["is_hybrid_model"]
     if depths and hybrid and not pattern:
@@ -75,7 +75,7 @@ def _further(job: MegatronJob, lost: list[str]) -> Named:
 
 
 def _normalised_heads(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
-    """With both switches it has the norm without weights."""
+    """With both switches on, Megatron-LM uses the norm without weights."""
     scales, whole = job["qk_layernorm"], job["qk_l2_norm"]
     if job["multi_latent_attention"]:
         if not scales:
@@ -93,7 +93,7 @@ def _normalised_heads(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> 
 
 
 def _mixers(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
-    """Layers of one mixer each; without a pattern or shares all have Mamba-2."""
+    """Layers of one mixer each; without a pattern or ratios, all are Mamba-2."""
     pattern, hybrid = job["hybrid_override_pattern"], job["is_hybrid_model"]
     shares = {name: job[name] for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio")}
     if pattern is None and any(shares.values()):
@@ -188,7 +188,7 @@ def of_vocabulary(job: MegatronJob, vocabulary: int | None, mistakes: Mistakes) 
 
 
 def of_experts(job: MegatronJob) -> Named:
-    """Experts, their routers, and how tokens come to them."""
+    """Experts, their routers, and how tokens reach them."""
     if not job["num_experts"]:
         return
     yield from job.same("num_experts", "moe_router_topk")
@@ -220,7 +220,8 @@ def of_experts(job: MegatronJob) -> Named:
 
 
 def _weights_of_experts(job: MegatronJob) -> Named:
-    """By Sinkhorn's assignment it always weighs in one way, as its router's code says."""
+    """With Sinkhorn's assignment there is only one way to weigh experts, as its router's code
+    shows."""
     function, first = job["moe_router_score_function"], job["moe_router_pre_softmax"]
     factor = job["moe_router_topk_scaling_factor"]
     if "sinkhorn" in job.listed("moe_router_load_balancing_type"):

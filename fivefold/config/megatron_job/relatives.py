@@ -84,7 +84,7 @@ _NO_PRETRAINING = re.compile(
 
 
 def is_pretraining(launcher: Sequence[str]) -> bool:
-    """Whether a command may train a model of language, as far as its program's name says."""
+    """Whether a command may train a language model, judging by its program's name."""
     *before, program = launcher or ("",)
     if before[-1:] != ["-m"] and not program.endswith(".py"):
         return True
@@ -167,7 +167,7 @@ def _gated(words: Sequence[str]) -> Sequence[str]:
 
 
 def _mixers(layers: str) -> Iterator[str]:
-    """Mixers as releases after 0.16 have them: | is between stages of a pipeline."""
+    """Mixers as written after release 0.16, where | separates pipeline stages."""
     stages = layers.split("|")
     letters = "".join(stages)
     yield from ("--hybrid-override-pattern", letters, "--is-hybrid-model")
@@ -193,9 +193,9 @@ def of_later(unknown: Sequence[str]) -> dict[str, object]:
 
 
 def in_samples(given: Mapping[str, object], unknown: Sequence[str]) -> Mapping[str, int]:
-    """Lengths of a schedule that are counted in tokens, in samples.
+    """Lengths of a schedule, converted from tokens to samples.
 
-    It ends there after as many samples, or as many tokens, whichever is first.
+    There a schedule ends after that many samples or tokens, whichever comes first.
     """
     length, samples = given.get("seq_length"), given.get("train_samples")
     if not isinstance(length, int) or not isinstance(samples, int):
@@ -211,7 +211,7 @@ def is_tokens(flag: str) -> bool:
 
 
 def of_relative(flag: str, release: str) -> str:
-    """A sentence about a flag, with its values, that the release does not have."""
+    """A sentence about a flag, with its values, that the release lacks."""
     if name_of_flag(flag) == "deepspeed_config":
         return f"{flag}: what that file says of precision, clipping and offloading is not read"
     return f"{flag}: no argument of Megatron-LM {release}"

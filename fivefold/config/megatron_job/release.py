@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Argument(NamedTuple):
-    """A way to give an argument, as Megatron-LM's parser has it."""
+    """One way to give an argument, as Megatron-LM's parser defines it."""
 
     name: str
     flags: tuple[str, ...]
@@ -24,7 +24,8 @@ class Argument(NamedTuple):
         return self.action == "Store"
 
     def can_be(self, value: Any) -> bool:
-        """Whether a value is of its kind, as logs and checkpoints of others may not have it."""
+        """Whether a value is of its type, which values in other trainers' logs and checkpoints may
+        not be."""
         if self.action != "Store":
             return value is None or isinstance(value, bool)
         if self.nargs is not None and isinstance(value, list):
@@ -51,13 +52,14 @@ class Known(NamedTuple):
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """What each argument is where it is not given; of two ways to give it, the first counts."""
+        """The value of each argument if it is not given; if there are two ways to give it, the
+        first counts."""
         return MappingProxyType({a.name: a.default for a in reversed(self.arguments)})
 
 
 @cache
 def known() -> Known:
-    """The arguments that `benchmarks.megatron_arguments` has written down."""
+    """The arguments that `benchmarks.megatron_arguments` has recorded."""
     read = json.loads(files(__package__).joinpath("arguments.json").read_text(encoding="utf-8"))
     return Known(
         read["release"],

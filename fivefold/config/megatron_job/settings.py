@@ -1,4 +1,6 @@
-"""The settings that the arguments of a job of Megatron-LM are here.
+"""Translates the arguments of a Megatron-LM job into settings. || Arguments that are not given have
+Megatron-LM's defaults, so that model, data and learning rate are those of the job. What has no
+counterpart in Fivefold is named, never dropped silently.
 
 Arguments that are not given have Megatron-LM's defaults, so that the model, its data and its
 learning rate are those of the job. What a job has and Fivefold has not is named, never left out
@@ -93,7 +95,7 @@ def _idles(name: str) -> bool:
 
 
 def _waits(job: MegatronJob, name: str) -> bool:
-    """Whether an argument means nothing in this job."""
+    """Whether an argument has no effect in this job."""
     narrow = bool(job["fp8"] or job["fp4"])
     of = {
         "dsa_": job["experimental_attention_variant"] == "dsa",

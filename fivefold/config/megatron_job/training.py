@@ -1,4 +1,4 @@
-"""The layout, the training and the data of a job of Megatron-LM, in settings."""
+"""Translates layout, training and data of a Megatron-LM job into settings."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -38,7 +38,7 @@ _FOLDERS: Mapping[str, str] = MappingProxyType(
 
 
 def of_parallel(job: MegatronJob, lost: list[str]) -> Named:
-    """Degrees, stages of the pipeline, and what data-parallel ranks share."""
+    """Degrees, pipeline stages, and what data-parallel ranks share."""
     yield from job.same("tensor_model_parallel_size", "pipeline_model_parallel_size")
     tp, cp = job["tensor_model_parallel_size"], job["context_parallel_size"]
     yield "sequence_parallel", job["sequence_parallel"] and tp > 1
@@ -96,7 +96,7 @@ def _sharding(job: MegatronJob, lost: list[str]) -> Named:
 
 
 def of_memory(job: MegatronJob, lost: list[str]) -> Named:
-    """Recomputation, offloading, types of the optimizer's state, graphs."""
+    """Recomputation, offloading, types of optimizer state, graphs."""
     granularity = job["recompute_granularity"] or (
         "selective" if job["recompute_activations"] else None
     )
@@ -132,7 +132,8 @@ def of_memory(job: MegatronJob, lost: list[str]) -> Named:
 
 
 def _moved(modules: Sequence[str], again: Sequence[str], lost: list[str]) -> list[str]:
-    """Offloaded modules, without those whose inputs are made again: it moves what nobody reads."""
+    """Offloaded modules, without those whose inputs are recomputed: Megatron-LM moves them although
+    nobody reads them."""
     for remade, wasted in _MADE_AGAIN.items():
         found = [name for name in modules if name in wasted and remade in again]
         if found:
@@ -145,7 +146,7 @@ def _moved(modules: Sequence[str], again: Sequence[str], lost: list[str]) -> lis
 
 
 def of_formats(job: MegatronJob) -> Named:
-    """In how many bits it computes."""
+    """The number of bits in which it computes."""
     yield "precision", "bf16" if job["bf16"] else "fp16" if job["fp16"] else "fp32"
     if job["fp16"]:
         names = "initial_loss_scale", "min_loss_scale", "hysteresis"
@@ -251,7 +252,7 @@ def of_optimizer(job: MegatronJob, lost: list[str]) -> Named:
 
 
 def of_data(job: MegatronJob, lost: list[str]) -> Named:
-    """Corpora, tokenizer, masks, and folders that are the user's to name."""
+    """Corpora, tokenizer, masks, and folders that the user has to name."""
     yield from job.same("reset_position_ids", "reset_attention_mask", "sft")
     if not job["sft"]:  # which has a loss on answers, and on the ends of these
         yield from job.same("eod_mask_loss")
@@ -296,7 +297,7 @@ def _infilling(job: MegatronJob, lost: list[str]) -> Named:
 
 
 def _tokenizer(job: MegatronJob, lost: list[str]) -> Named:
-    """The file of its tokenizer, if it is one from which the same tokens are made here."""
+    """The file of its tokenizer, if Fivefold makes the same tokens from it."""
     model, kind = job["tokenizer_model"], job["tokenizer_type"]
     if job["vocab_file"]:
         kind = kind or "GPT2BPETokenizer"  # pretrain_gpt.py's default
@@ -314,7 +315,7 @@ def _tokenizer(job: MegatronJob, lost: list[str]) -> Named:
 
 
 def _beside(vocabulary: object) -> str:
-    """The merges that are read with a vocabulary; empty if its name is not of GPT-2's kind."""
+    """The merges file that goes with a vocabulary; empty if its name is not of GPT-2's kind."""
     name = str(vocabulary)
     merges = f"{name.removesuffix('vocab.json')}merges.txt"
     return merges if name.endswith("vocab.json") else ""

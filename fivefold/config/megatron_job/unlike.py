@@ -1,4 +1,4 @@
-"""Whether a checkpoint of Megatron-core is of a model, by the arguments that it keeps."""
+"""Checks by its stored arguments whether a Megatron-core checkpoint belongs to a model."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -18,10 +18,10 @@ _FIELDS = frozenset(field.name for field in fields(ModelConfig))
 
 
 def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
-    """What differs between a model and that of the run whose arguments these are: a line for each.
+    """How a model differs from that of the run with these arguments, one line for each difference.
 
-    Arguments that are not there have Megatron-LM's defaults, but for sizes, which tensors show; and
-    what trains the same weights otherwise counts for nothing.
+    Missing arguments have Megatron-LM's defaults, except sizes, which the tensors show. Arguments
+    that only change how the same weights are trained are ignored.
     """
     if not arguments:
         return []

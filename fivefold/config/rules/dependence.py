@@ -72,7 +72,7 @@ def without_orphans(
     """
     left_out = []
     deciding = by_flag if deciding is None else deciding
-    for of in DEPENDENTS:  # one after the other, as some hang on settings that others leave out
+    for of in DEPENDENTS:  # in order: some depend on settings that others leave out
         if of.on in deciding:
             found = [orphan for orphan in _orphans(of, config) if orphan.name not in by_flag]
             config = config.with_values(**{orphan.name: orphan.default for orphan in found})

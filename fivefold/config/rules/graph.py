@@ -76,6 +76,8 @@ def _of_the_model(config: Config) -> Iterator[tuple[str, list[str]]]:
             ["--attention-chunk-size none"],
         )
     dropout = {"hidden_dropout": model.hidden_dropout, "attention_dropout": model.attention_dropout}
+    if model.embedding_dropout is not None:
+        dropout["embedding_dropout"] = model.embedding_dropout
     if model.lora_rank is not None:
         dropout["lora_dropout"] = model.lora_dropout
     for name, p in dropout.items():

@@ -38,7 +38,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
             f"norm_placement {model.norm_placement} has no norms before them",
             works=["--no-parallel-residual", "--norm-placement both"],
         )
-    if not any(SETTINGS[name].kind is int for name in out_of_range):  # by which these divide
+    if not any(SETTINGS[name].kind is int for name in out_of_range):  # the checks divide by these
         _check_heads(model, mistakes)
         _check_experts(model, mistakes)
     _check_latents(model, mistakes)
@@ -109,7 +109,7 @@ def _check_reach(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Check that the activation supports the gate, its offset and its clamp."""
+    """Check that the activation supports the gate, its offset and its clamp, and MLPs a bias."""
     if model.activation_func == "xielu" and (model.gated_linear_unit or model.num_experts):
         of = "gated_linear_unit" if model.gated_linear_unit else "num_experts"
         none = "--no-gated-linear-unit" if model.gated_linear_unit else "--num-experts none"
@@ -117,6 +117,11 @@ def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
             f"activation_func xielu is of dense MLPs without a gate, and {of} is "
             f"{getattr(model, of)}",
             works=(none, "--activation-func silu"),
+        )
+    if model.mlp_bias and model.num_experts:
+        mistakes.add(
+            f"mlp_bias is of dense MLPs, and num_experts is {model.num_experts}",
+            works=("--no-mlp-bias", "--num-experts none"),
         )
     fused = model.gated_linear_unit and model.activation_func in ("silu", "quick_gelu")
     for name, default in (("glu_linear_offset", 0.0), ("activation_func_clamp_value", None)):
@@ -243,11 +248,18 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
             "its latents",
             works=("--no-qk-layernorm-after-rope",),
         )
-    if model.add_qkv_bias and not model.add_bias_linear:
+    for name in ("add_qkv_bias", "attention_out_bias"):
+        if getattr(model, name) and not model.add_bias_linear:
+            mistakes.add(
+                f"{name} has no effect on multi_latent_attention, whose projections have a bias "
+                "where all linear layers of a block do",
+                works=(flag_of(f"no_{name}"), "--add-bias-linear"),
+            )
+    if model.clip_qkv is not None:
         mistakes.add(
-            "add_qkv_bias has no effect on multi_latent_attention, whose projections have a bias "
-            "where all linear layers of a block do",
-            works=("--no-add-qkv-bias", "--add-bias-linear"),
+            "clip_qkv is of queries, keys and values that are projected from hidden states, which "
+            "multi_latent_attention makes of latents",
+            works=("--clip-qkv none", "--no-multi-latent-attention"),
         )
     if model.position_embedding_type == "learned_absolute":
         mistakes.add(

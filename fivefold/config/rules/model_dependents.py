@@ -20,6 +20,11 @@ OF_MODELS = (
         "position_embedding_type = rope",
         "is for rotary positions",
     ),
+    where(
+        "position_embedding_offset",
+        "position_embedding_type = learned_absolute",
+        "is of a table of positions",
+    ),
     where(" ".join(OF_ADAPTERS), "lora_rank != none", "is for adapters", "--lora-rank 16"),
     where(
         " ".join((*OF_LATENTS, "latent_norm_epsilon")),
@@ -41,6 +46,11 @@ OF_MODELS = (
         ("--moe-router-score-function sigmoid --moe-router-topk 2",),
     ),
     where("layernorm_bias", "normalization = LayerNorm", "is of LayerNorm"),
+    where(
+        "layernorm_bias apply_layernorm_1p",
+        "norm_elementwise_affine = true",
+        "is of norms with weights",
+    ),
     where(
         " ".join(OF_CONVOLUTIONS),
         "experimental_attention_variant = gated_delta_net or "

@@ -63,6 +63,8 @@ def _unclipped(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         if getattr(model, name) and not model.multi_latent_attention:
             what = f"{name} undoes what scaling the weights of queries and keys would do"
             yield what, (SETTINGS[name].typed(False),)
+    if model.clip_qkv is not None:
+        yield "clip_qkv bounds what scaled weights make, by itself", ("--clip-qkv none",)
     if model.keys_as_values:
         yield "keys_as_values scales values with keys", ("--no-keys-as-values",)
     if model.lora_rank is not None:

@@ -1,4 +1,4 @@
-"""Which models with experts can start from the weights of a dense one."""
+"""Checks which models with experts can start from the weights of a dense model."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -249,7 +249,7 @@ class Flex:
 
             mask = make_mask(seen, None, None, *lengths, device=q.device)
         if self.scale is not None:
-            # Compiled for any length, a given scale is a symbol, of which no GPU kernel is made.
+            # Compiled for any length, a scale becomes a symbol, for which no GPU kernel exists.
             q = q * (self.scale * q.shape[-1] ** 0.5)
         shared = q.shape[1] != k.shape[1]
         wants = {"block_mask": mask, "enable_gqa": shared, "return_aux": request(lse=True)}

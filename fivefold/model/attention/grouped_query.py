@@ -30,6 +30,7 @@ from fivefold.model.attention.varlen import (
     packed_attention,
 )
 from fivefold.model.batch import Documents
+from fivefold.model.caps import clamped
 from fivefold.model.context import Context
 from fivefold.model.dropout import Dropout, HeadDropout
 from fivefold.model.layers import LayerBlock, Linear
@@ -310,7 +311,7 @@ class Attention(AttentionBlock):
         self.q_proj = Linear(hidden, model.query_outputs, bias)
         self.k_proj = Linear(hidden, model.k_size, bias)
         self.v_proj = None if model.keys_as_values else Linear(hidden, model.v_size, bias)
-        self.o_proj = Linear(model.attention_size, hidden, model.add_bias_linear)
+        self.o_proj = Linear(model.attention_size, hidden, model.output_bias)
         sizes = (model.q_size, model.k_size) if model.norms_together else (model.head_dim,) * 2
         norms = [rms_norm_of(model, size) if model.qk_layernorm else None for size in sizes]
         self.q_norm, self.k_norm = norms
@@ -353,6 +354,8 @@ class Attention(AttentionBlock):
         if q_norm is not None and k_norm is not None and self.model.norms_together:
             queries, keys, values = projected
             projected = *self.norm_together(q_norm, k_norm, queries, keys), values
+        if (most := self.model.clip_qkv) is not None:
+            projected = tuple(clamped(x, most) for x in projected)
         dims = D, D, self.model.value_dim
         q, k, v = (
             x.view(context.rows, x.shape[0] // context.rows, -1, dim)

@@ -27,7 +27,7 @@ TINY = 1e-30
 """Smallest largest element for which a scale is made, so that zeros get a finite scale."""
 MX = 32
 """Elements of a block of mxfp8."""
-_MULTIPLE = 16  # of which a kernel wants the dims of its operands
+_MULTIPLE = 16  # kernels need operand dims that are multiples of this
 _EXPONENT = 0x7F800000  # bits of an fp32
 _BY_TILES = torch.bfloat16, torch.float16, torch.float32  # types that kernels of ours quantise
 
@@ -130,7 +130,7 @@ def quantise(
         from fivefold.model.kernels import quantise as kernels
 
         if kernels.fits(block):
-            along = block[1] == 1 != block[0]  # then its product sums over rows
+            along = block[1] == 1 != block[0]  # the product then sums over rows
             how = {"powers_of_two": powers_of_two, "by_columns": along}
             bits, inverse = kernels.quantise(x_MK, block, dtype, **how)
             return Scaled(bits, inverse.to(E8M0) if exponents else inverse, block)
@@ -205,7 +205,7 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) ->
         return by_kernel(a, b, fast=fast)
     wide = torch.promote_types(dtype, torch.float32)
     product = a.wide(wide) @ b.wide(wide).t()
-    # Not what `to` returns as it was: compiled by torch 2.11, it would need no gradient.
+    # A copy, since torch 2.11 compiles what `to` returns unchanged as if it needed no gradient.
     return product if wide == dtype else product.to(dtype)
 
 
@@ -223,7 +223,7 @@ def _has_kernel(a: Scaled, b: Scaled) -> bool:
     if a.block == (None, None):
         return capability >= ADA
     if a.block[1] is None:
-        return capability[0] in (9, 10)  # others would ask cuBLAS, which has none there
+        return capability[0] in (9, 10)  # others would call cuBLAS, which lacks these products
     if a.block[1] == MX:
         return capability >= BLACKWELL
     return capability == (9, 0) and a.block[1] == 128
@@ -275,7 +275,7 @@ def _product(
 
 _traced_product = torch.library.custom_op(
     "fivefold::scaled_product", _product, mutates_args=(), device_types="cuda"
-)  # torch 2.11 breaks the graph of a compiled layer at its own
+)  # torch 2.11's own operation breaks the graph of a compiled layer
 
 
 @_traced_product.register_fake

@@ -8,7 +8,7 @@ import triton.language as tl
 def capped(x, cap: tl.constexpr):  # type: ignore[no-untyped-def]
     """c tanh(x / c) for a cap c; 0: no cap."""
     if cap != 0.0:
-        shrunk = tl.exp(-2.0 * tl.abs(x / cap))  # of a number without its sign, so never too large
+        shrunk = tl.exp(-2.0 * tl.abs(x / cap))  # never overflows: the exponent is <= 0
         bound = cap * ((1.0 - shrunk) / (1.0 + shrunk))
         x = tl.where(x < 0.0, -bound, bound)
     return x

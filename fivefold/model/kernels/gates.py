@@ -28,11 +28,13 @@ CURVES: Mapping[str, tuple[float | None, float]] = MappingProxyType(
         "quick_gelu": (1.702, 0.0),
         "gelu_tanh": (2 * sqrt(2 / pi), 0.044715),
         "gelu": (None, 0.0),
+        "relu": (-1.0, 0.0),
         "squared_relu": (0.0, 0.0),
     }
 )
 """Slope s and cubic c of x * sigmoid(s (x + c x^3)), since (1 + tanh(z)) / 2 is sigmoid(2 z); no
-slope: x times the normal distribution's share below x; of slope 0: x times max(x, 0)."""
+slope: x times the normal distribution's share below x; of slope 0: x times max(x, 0); below 0: x
+where that is above 0."""
 
 
 def gated(
@@ -150,6 +152,9 @@ def _gate(  # type: ignore[no-untyped-def]
         if slope is None:  # the normal distribution: its share below g, and its density there
             share = 0.5 + 0.5 * tl.erf(g * 0.7071067811865476)
             steep = 0.3989422804014327 * tl.exp(-0.5 * g * g)
+        elif slope < 0.0:
+            share = tl.where(g > 0.0, 1.0, 0.0).to(wide)
+            steep = tl.zeros((size,), wide)
         elif slope == 0.0:
             share = tl.where(g > 0.0, g, 0.0)
             steep = tl.where(g > 0.0, 1.0, 0.0)

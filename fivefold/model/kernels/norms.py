@@ -20,7 +20,12 @@ PROGRAMS = 512
 
 
 def sum_and_norm(
-    x_TH: Tensor, onto_TH: Tensor, weight_H: Tensor, epsilon: float, offset: float, factor: float
+    x_TH: Tensor,
+    onto_TH: Tensor,
+    weight_H: Tensor | None,
+    epsilon: float,
+    offset: float,
+    factor: float,
 ) -> tuple[Tensor, Tensor]:
     """onto + factor x, rounded to its dtype, and the RMSNorm of that (Zhang and Sennrich 2019).
 
@@ -29,7 +34,7 @@ def sum_and_norm(
     Args:
         x_TH: what is added.
         onto_TH: what it is added to.
-        weight_H: the norm's weight.
+        weight_H: the norm's weight; None: it has none.
         epsilon: added to the mean square.
         offset: added to the weight.
         factor: factor of what is added.
@@ -39,7 +44,7 @@ def sum_and_norm(
     return total_TH, y_TH
 
 
-def norm(x: Tensor, weight_H: Tensor, epsilon: float, offset: float) -> Tensor:
+def norm(x: Tensor, weight_H: Tensor | None, epsilon: float, offset: float) -> Tensor:
     """The RMSNorm of x [..., H]; like `sum_and_norm` without a sum."""
     x_TH = x.reshape(-1, x.shape[-1]).contiguous()
     y_TH: Tensor = _NormAlone.apply(x_TH, weight_H, epsilon, offset)
@@ -52,7 +57,7 @@ class _SumAndNorm(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         onto: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         epsilon: float,
         offset: float,
         factor: float,
@@ -73,7 +78,9 @@ class _SumAndNorm(torch.autograd.Function):
 
 class _NormAlone(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float, offset: float
+    ) -> Tensor:
         y, scale_T = _normed(x, None, weight, x, epsilon, offset)
         ctx.save_for_backward(x, weight, scale_T)
         ctx.offset = offset
@@ -87,7 +94,7 @@ class _NormAlone(torch.autograd.Function):
 def _normed(
     x: Tensor,
     onto: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     total: Tensor,
     epsilon: float,
     offset: float,
@@ -97,7 +104,8 @@ def _normed(
     y = torch.empty_like(x)
     scale_T = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
     if len(x):
-        operands = x, x if onto is None else onto, weight, total, y, scale_T, x.shape[1]
+        rest = x if onto is None else onto, x if weight is None else weight
+        operands = x, *rest, total, y, scale_T, x.shape[1]
         launch(
             _forward,
             (len(x),),
@@ -106,32 +114,38 @@ def _normed(
             offset=offset,
             factor=factor,
             adds=onto is not None,
+            weighs=weight is not None,
             **_sizes(x),
         )
     return y, scale_T
 
 
 def _gradients(
-    saved: tuple[Tensor, Tensor, Tensor], beside: Tensor | None, grad_y: Tensor, offset: float
-) -> tuple[Tensor, Tensor]:
+    saved: tuple[Tensor, Tensor | None, Tensor],
+    beside: Tensor | None,
+    grad_y: Tensor,
+    offset: float,
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of the normalised tensor (plus `beside`), and of the weight."""
     total, weight, scale_T = saved
     rows, features = total.shape
     grad, programs = torch.empty_like(total), min(rows, PROGRAMS)
-    sums = scale_T.new_zeros(max(programs, 1), features)
+    sums = scale_T if weight is None else scale_T.new_zeros(max(programs, 1), features)
     if rows:
         grad_y = grad_y.contiguous()
         grads = grad_y if beside is None else beside.contiguous(), grad_y
-        operands = total, weight, scale_T, *grads, grad, sums, rows, features, programs
+        by = total if weight is None else weight
+        operands = total, by, scale_T, *grads, grad, sums, rows, features, programs
         launch(
             _backward,
             (programs,),
             *operands,
             offset=offset,
             adds=beside is not None,
+            weighs=weight is not None,
             **_sizes(total),
         )
-    return grad, sums.sum(0).to(weight.dtype)
+    return grad, None if weight is None else sums.sum(0).to(weight.dtype)
 
 
 def _sizes(x: Tensor) -> dict[str, Any]:
@@ -153,6 +167,7 @@ def _forward(  # type: ignore[no-untyped-def]
     offset: tl.constexpr,
     factor: tl.constexpr,
     adds: tl.constexpr,
+    weighs: tl.constexpr,
     wide: tl.constexpr,
     size: tl.constexpr,
 ):
@@ -167,8 +182,10 @@ def _forward(  # type: ignore[no-untyped-def]
         added = rounded.to(wide)
     scale = 1.0 / tl.sqrt(tl.sum(added * added, 0) / features + epsilon)
     tl.store(scales + row, scale)
-    by = tl.load(weight + lanes, mask=inside, other=0.0).to(wide) + offset
-    tl.store(y + place, (added * scale * by).to(y.dtype.element_ty), mask=inside)
+    normed = added * scale
+    if weighs:
+        normed *= tl.load(weight + lanes, mask=inside, other=0.0).to(wide) + offset
+    tl.store(y + place, normed.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -185,13 +202,16 @@ def _backward(  # type: ignore[no-untyped-def]
     programs,
     offset: tl.constexpr,
     adds: tl.constexpr,
+    weighs: tl.constexpr,
     wide: tl.constexpr,
     size: tl.constexpr,
 ):
     """Gradients of what was normalised, of a sum with those beside, and a part of the weight's."""
     first, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, size)
     inside = lanes < features
-    factor = tl.load(weight + lanes, mask=inside, other=0.0).to(wide) + offset
+    factor = tl.zeros((size,), wide) + 1.0
+    if weighs:
+        factor = tl.load(weight + lanes, mask=inside, other=0.0).to(wide) + offset
     of_weight = tl.zeros((size,), wide)
     for row in range(first, rows, programs):
         place, scale = row * features + lanes, tl.load(scales + row)
@@ -204,4 +224,5 @@ def _backward(  # type: ignore[no-untyped-def]
         if adds:
             dx += tl.load(grad_total + place, mask=inside, other=0.0).to(wide)
         tl.store(grad + place, dx.to(grad.dtype.element_ty), mask=inside)
-    tl.store(sums + first * features + lanes, of_weight, mask=inside)
+    if weighs:
+        tl.store(sums + first * features + lanes, of_weight, mask=inside)

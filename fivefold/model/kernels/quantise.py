@@ -281,7 +281,7 @@ def _cast(  # type: ignore[no-untyped-def]
         exponent = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale != scale, scale, exponent)
     one = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    tl.store(inverse + place, one, mask=held)  # programs that share a block store the same
+    tl.store(inverse + place, one, mask=held)  # programs that share a block store the same value
     y = taken.to(tl.float32) * _spread(scale, rows_each, columns_each, tile)
     _narrow_to(y, bits, row * bits_row_step + column * bits_column_step, inside, limit)
 

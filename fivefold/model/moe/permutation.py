@@ -143,7 +143,7 @@ class PlacedRows(_Copies):
 
     def spread_values(self, x: Tensor) -> Tensor:
         """`spread`, not differentiable."""
-        longer = x.new_zeros(self.size + 1, *x.shape[1:])  # the last place takes empty slots
+        longer = x.new_zeros(self.size + 1, *x.shape[1:])  # the last row collects empty slots
         for places_T in self.places_TS.unbind(1):
             longer[places_T] = x
         return longer[:-1]

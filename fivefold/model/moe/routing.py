@@ -246,7 +246,7 @@ class Router(nn.Module):
             ranks = self.surroundings
             every = sinkhorn(ranks.gather(logits_TE))
             return every.chunk(ranks.ranks)[ranks.index].topk(topk).indices
-        # The same order, but groups are compared by sums: of logits then, as in Megatron-LM.
+        # The same order of experts; groups are compared by sums of logits, as in Megatron-LM.
         by_logits = self.model.weighs_chosen and self.expert_bias is None
         scores_TE = logits_TE if by_logits else self._scores(logits_TE)
         if self.expert_bias is not None:

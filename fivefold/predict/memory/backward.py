@@ -36,6 +36,8 @@ def backward_points(
 class _Walk:
     """The points of a backward at which memory may peak, in order.
 
+    One class because every point of a walk reads the same route and the same passage.
+
     Attributes:
         route: what it meets.
         passage: what becomes of gradients and of copies of weights; where it only makes weight
@@ -272,7 +274,7 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
     loss = loss_bytes(model, running)
     fused = running.memory.makes_logits_again
     dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
-    if fused:  # its sum over slices of the vocabulary
+    if fused:  # the gradient summed over slices of the vocabulary
         dx += max(running.element_bytes, 4) * model.hidden_size
     busy, dx = tokens * total(loss).remade, tokens * dx
     gathered, messages = route.copies.but("ends", "rest"), route.messages[0]

@@ -93,7 +93,7 @@ class Passage:
         shard = self._first.held(block)
         wide = policy.gradient * (shard + self._divided(block)) + self._narrowed(size, shard)
         if policy.splits_gradient:
-            if shard < block.size:  # a loop in FSDP2's reduction still names the last of them
+            if shard < block.size:  # a loop variable in FSDP2's reduction keeps the last one alive
                 wide += policy.fresh * block.last
             if self._comes_back(block):
                 wide += policy.gradient * self._first.largest(block)
@@ -126,7 +126,7 @@ class Passage:
         if parallel.zero_quantized_gradients or shard == size:
             return 0.0
         sent = each * size * (each != kept)
-        if parallel.ddp_reduce_scatter_with_fp32_accumulation:  # sums are made here
+        if parallel.ddp_reduce_scatter_with_fp32_accumulation:  # sums are formed in this buffer
             wide = ELEMENT_BYTES["fp32"]
             return sent + each * size + wide * shard * (wide > kept)
         return sent + each * shard * (each != kept)
@@ -138,7 +138,7 @@ class Passage:
         if self.reduces:
             message = sent.size * self._message
             if policy.splits_gradient and policy.offloaded and num_shards(self.layout) > 1:
-                message += policy.gradient * self._first.held(sent)  # for the host
+                message += policy.gradient * self._first.held(sent)  # the copy for the host
         return Change(message, self._made(done), self._resharded(done))
 
     def _made(self, done: tuple[GatheredBlock, ...]) -> float:

@@ -148,7 +148,7 @@ class Route(StageSizes):
         """The places of the last layer with states, or with an indexer, which keeps most, and of
         the first, where most gradients are made; and where their backward makes all again."""
         places = [n for n in range(len(self.numbers)) if self._making_again(n)]
-        first, last = places[:1], places[-1:]  # the last alone, if it is both
+        first, last = places[:1], places[-1:]  # a single place counts as the last
         ends = dict.fromkeys(first, "first") | dict.fromkeys(last, "last")
         what = "an indexer" if self.layout.config.model.is_sparse else "states"
         return tuple(
@@ -167,7 +167,7 @@ class Route(StageSizes):
         running, operations = self.running_of(place), self.described(place).operations
         ((at, op),) = self._making_again(place)
         grads = running.element_bytes * self.layout.config.model.hidden_size / running.token_parts
-        if isinstance(op, Recurrence):  # besides the residual stream's, those of heads and of gates
+        if isinstance(op, Recurrence):  # of heads and gates, besides the residual stream's
             grads += 2 * running.by_heads(op.sizes.size)
         working = self.tokens * (op.working(running) + grads)
         point = self._start(place)._replace(working=working, communication=self.messages[0])

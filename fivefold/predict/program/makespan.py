@@ -76,8 +76,8 @@ class Clock:
         in_turn = layout.runs_pairs and not layout.overlaps_pairs
         rounds = 2 if in_groups else -(-(2 * ranks + 2) * (4 if in_turn else 1) // a_round)
         if layout.config.memory.recompute_in_flight_limit is not None:
-            # Which microbatches run again repeats after another number of them on each rank, and
-            # so on all ranks only late: over so many it is the same within a per cent.
+            # The microbatches that are recomputed recur with a period that differs between ranks,
+            # so the whole repeats only late: over this many it is the same within 1 %.
             warm_up = a_round * rounds
             a_round *= -(-4 * ranks // a_round)
             rounds = -(-warm_up // a_round)

@@ -89,7 +89,7 @@ class LeveledProgram:
         ]
         levels = np.array(_levels(program, before, waits))
         order = np.argsort(levels, kind="stable")
-        row = np.full(len(acts) + 1, _NOTHING)  # -1 reads the last one: nothing
+        row = np.full(len(acts) + 1, _NOTHING)  # index -1 reads the last entry: nothing
         row[order] = np.arange(len(acts)) + _READY + program.num_stages
         examples, kinds = _kinds([act for _, act in acts])
         firsts, lasts = _ends(program, examples, kinds)
@@ -130,8 +130,8 @@ class LeveledProgram:
         row, count = _READY + len(ready), sum(len(level.kinds) for level in self.levels)
         ends = np.zeros((row + count, len(costs)))
         ends[_NOTHING] = -np.inf
-        ends[_READY:row] = ready - hops  # as what arrives from another rank
-        for level in self.levels:  # `take` into place: there are thousands of small levels
+        ends[_READY:row] = ready - hops  # like messages from another rank
+        for level in self.levels:  # `take` into place, since there are thousands of small levels
             found = ends[row : row + len(level.kinds)]
             ends.take(level.before, 0, found, "clip")
             for message in level.messages:
@@ -231,7 +231,7 @@ def _levels(program: Program, before: Sequence[int], waits: Sequence[Index]) -> 
         ProgramError: actions wait for each other in a circle.
     """
     one, other = (column.tolist() for column in waits)
-    levels = [-2] * len(before) + [-1]  # -2: not known yet; the last entry is for "none"
+    levels = [-2] * len(before) + [-1]  # -2: not yet known; the last entry stands for "none"
     nodes = iter(range(len(before)))
     queues = [deque(islice(nodes, len(row))) for row in program.ranks]
     while any(queues):

@@ -20,7 +20,7 @@ from fivefold.predict.times.layer import LayerTimes
 
 MEMORY_BOUND = "norms, sums, activations"
 HOST = "waiting for the host"
-_NEXT_TO_NOTHING = 1e-9  # seconds, of a difference of sums
+_NEXT_TO_NOTHING = 1e-9  # seconds: rounding of a difference of sums
 
 
 @dataclass(frozen=True)

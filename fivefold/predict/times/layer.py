@@ -153,7 +153,7 @@ class LayerTimes(OperationTimes):
         plain, whole = self._sum(kind, "all", lambda op: True), Times()
         if modules != () and self.memory.tiled_mlp_num_shards > 1:
             whole = self._sum(kind, "tiled", lambda op: self._running.tiles(op.rerun_by))
-            # What tiles compute is never deferred.
+            # The dW of recomputed tiles is never deferred.
             plain += Times(compute=Phases(0.0, whole.compute.dw, -whole.compute.dw))
         if modules is None:
             return plain + repeated(plain) + repeated(whole)
@@ -186,6 +186,9 @@ class LayerTimes(OperationTimes):
         if not self.model.trains_all:
             looked_up = self._elementwise(2 * size, 0.0)
         looked_up += self._scaled(self.model.embedding_multiplier != 1.0)
+        if self.model.embed_layernorm:
+            norm = self._norm()
+            looked_up += norm if self.model.trains_all else Times(Phases(norm.compute.forward))
         return looked_up + Times(tp=Phases(moved, arrived))
 
     @property

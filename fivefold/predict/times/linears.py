@@ -22,7 +22,7 @@ from fivefold.predict.times.compute import (
 from fivefold.predict.times.stage import Times
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
-ADDED = 8.0  # bytes an element that a gradient takes to be added to a sum by a kernel of its own
+ADDED = 8.0  # bytes an element to add a gradient to a sum by a separate kernel
 
 
 class LinearTimes:

@@ -21,6 +21,7 @@ from fivefold.description.operations import (
     RowLinear,
 )
 from fivefold.description.prediction import PredictionInput
+from fivefold.description.softmax_attention import Clamp
 from fivefold.description.sparse import Indexing, SparseAttention
 from fivefold.layout import Layout
 from fivefold.model.fusion_rules import joins_norm
@@ -107,10 +108,13 @@ class OperationTimes(LinearTimes):
             case RowLinear():
                 (weight,) = weights
                 return self._row(weight)
-            case Adapters():  # of A and B one is whole, on this rank's tokens, the other split
+            case Adapters():  # A or B is whole, on this rank's tokens; the other is split
                 return sum((self._alone(weight) for weight in op.multiplied), Times())
             case Rescaled():
                 return self._rescaled(op)
+            case Clamp():
+                size = self.tokens * ELEMENT * (op.queries + op.keys) / self.grid.tp
+                return self._elementwise(2.5 * size, 2.5 * size, 2.5)
             case Activation():
                 if not op.copies:
                     return self._activation(self.tokens * (op.features // self.grid.tp))
@@ -186,7 +190,7 @@ class OperationTimes(LinearTimes):
             squares = all_reduce(self.cluster, self.tp, 4 * self.tokens * ELEMENT) * (tp > 1)
         rms = self.model.normalization == "RMSNorm"  # a LayerNorm is one kernel
         norm = self._elementwise(2 * size, 3 * size, UNFUSED_NORM if rms else UNFUSED_TRAFFIC)
-        # A kernel that widens what the norm reads, and one that narrows the gradient it writes.
+        # One kernel widens the norm's input, another narrows the gradient that it writes.
         casts = (4, 5) if self.software.casts_norms else ()
         widened = Phases(*(elementwise(self.gpu, count * size, 1) for count in casts))
         return norm + Times(widened, tp=Phases(squares, squares))
@@ -218,7 +222,7 @@ class OperationTimes(LinearTimes):
         """RoPE of queries and keys, norms after it, and attention."""
         model, tp, length = op.model, self.grid.tp, self.training.seq_length
         mixed = self.tokens * ELEMENT * (model.q_size + model.k_size) / tp
-        more = UNFUSED_NORM * model.qk_l2_norm  # which no kernel of a GPU makes in one pass
+        more = UNFUSED_NORM * model.qk_l2_norm  # no GPU kernel does it in one pass
         sizes = (2 + 2 * more) * mixed, (2 + 3 * more) * mixed
         rotary = self._elementwise(*sizes, UNFUSED_ROTATION) * model.rotated_share
         ways = configured_ways(self.config, self.cluster)

@@ -77,8 +77,8 @@ class _Work:
         self.model, self.gpu, self.queries = config.model, gpu, queries
         self.rows, self.length = training.micro_batch_size, training.seq_length
         self.heads = self.model.num_attention_heads // parallel.tensor_model_parallel_size
-        self.own = self.length // parallel.context_parallel_size  # queries of a row that are here
-        self.keys = ceil(self.length / 2)  # of a mean query
+        self.own = self.length // parallel.context_parallel_size  # queries of a row on this rank
+        self.keys = ceil(self.length / 2)  # of an average query
         self.count = ceil(self.own / queries)
 
     def of_all(self) -> Phases:

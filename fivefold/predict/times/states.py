@@ -56,13 +56,13 @@ def delta_rule(config: Config, gpu: Gpu, *, kernels: bool) -> Phases:
     many, one = rows * steps * values, rows * values
     at_once = _keys_met(gpu, key, kind, rows * steps * keys, halves=model.fades_features)
     at_once += matmul(gpu, CHUNK, key + value, CHUNK, kind, many)
-    step = 2 * matmul(gpu, CHUNK, value, key, kind, one)  # what states hold for keys, for queries
+    step = 2 * matmul(gpu, CHUNK, value, key, kind, one)  # read of states by keys and by queries
     step += matmul(gpu, CHUNK, value, CHUNK, kind, one) + matmul(gpu, key, value, CHUNK, kind, one)
-    if kernels:  # one for all steps
+    if kernels:  # one launch for all steps
         step -= 4 * gpu.launch
     mixed, heads = keys * 2 * key + values * value, values * (key + value)
     within, states = values * CHUNK, values * key * value / CHUNK
-    faded = keys * key * model.fades_features  # decays, of each feature
+    faded = keys * key * model.fades_features  # decays of single features
     if kernels:
         moved = _NARROW * (2 * mixed + 4 * keys * key + 3 * (within + heads) + 2 * states)
         moved += _NARROW * 2 * faded
@@ -101,9 +101,9 @@ def state_space(config: Config, gpu: Gpu, *, kernels: bool) -> Phases:
     kind = config.training.precision if kernels else "fp32"
     many = rows * steps * heads
     products = matmul(gpu, CHUNK, CHUNK, key, kind, rows * steps * groups)  # C with B
-    products += matmul(gpu, CHUNK, value, CHUNK, kind, many)  # what they read of a chunk
-    products += matmul(gpu, key, value, CHUNK, kind, many)  # what it writes
-    products += matmul(gpu, CHUNK, value, key, kind, many)  # what they read of states
+    products += matmul(gpu, CHUNK, value, CHUNK, kind, many)  # what queries read within a chunk
+    products += matmul(gpu, key, value, CHUNK, kind, many)  # what the chunk writes
+    products += matmul(gpu, CHUNK, value, key, kind, many)  # what queries read of states
     mixed, within = 2 * groups * key + heads * value, heads * CHUNK
     states = heads * key * value / CHUNK
     if kernels:

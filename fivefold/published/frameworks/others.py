@@ -11,7 +11,7 @@ HAI_LLM: tuple[Framework, ...] = (
     Framework(
         "hai-llm",
         r"hai-?llm",
-        fp8_recipe="blockwise",  # as its report describes, and so
+        fp8_recipe="blockwise",  # as its report describes
         expert_settings=MappingProxyType(  # DualPipe, which hides the all-to-alls
             {"overlap_moe_expert_parallel_comm": True, "pipeline_schedule": "dualpipe"}
         ),

@@ -68,9 +68,9 @@ class Replay(ABC):
     """
 
     communicators = 0  # of NCCL
-    reports_first = False  # the first rank's memory, not the fullest one's
+    reports_first = False  # reports the first rank's memory, not the fullest one's
     expandable = False  # segments
-    lead = 0  # collectives, see `Tape`
+    lead = 0  # collectives in flight, see `Tape`
 
     def __init__(self, layout: Layout, pp_rank: int, capacity: float = inf) -> None:
         self.layout = layout

@@ -81,7 +81,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield "--use-megatron-fsdp"
         yield from flag("data-parallel-sharding-strategy", strategy)
         yield from flag("ckpt-format", "fsdp_dtensor")
-    said.mention("data_parallel_shard_size")  # what the replicas leave of the ranks
+    said.mention("data_parallel_shard_size")  # implied by ranks and replicas
     muon = said["optimizer"] == "muon"
     if said["num_distributed_optimizer_instances"] > 1 and not muon:
         yield from flags(said, "num_distributed_optimizer_instances")
@@ -90,7 +90,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     yield from set_flag("overlap_param_gather", gathers and parallel.overlap_grad_reduce)
     early = said["overlap_param_gather_with_optimizer_step"] and _gathers_early(layout, runs)
     yield from set_flag("overlap_param_gather_with_optimizer_step", early)
-    if early:  # it does not go with distributed checkpoints
+    if early:  # incompatible with distributed checkpoints
         yield from flag("ckpt-format", "torch")
     yield from flags(said, "grad_reduce_in_bf16")
     wide = said["ddp_reduce_scatter_with_fp32_accumulation"] and grid.dp_replicate == 1

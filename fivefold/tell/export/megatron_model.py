@@ -50,13 +50,13 @@ def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
         yield from flags(said, "window_attn_skip_freq")
     if model.position_embedding_type == "rope":
         yield from set_flag("rotary_base", round(said["rotary_base"]))
-        latent = said["multi_latent_attention"]  # whose default is another, and which alone has two
+        latent = said["multi_latent_attention"]  # has two bases, and another default
         its = latent and said["rope_type"] == "yarn"
         yield from flag("rope-type", "yarn" if its else "rope")
         if said["rotary_percent"] != 1.0:
             yield from flags(said, "rotary_percent")
         yield from flags(said, "rotary_interleaved")
-        if said["no_rope_freq"] is not None:  # a number must divide the layers there
+        if said["no_rope_freq"] is not None:  # there a number must divide the layers
             without = [not model.rotates(layer) for layer in range(model.num_layers)]
             yield from flag("no-rope-freq", runs(without))
         if model.use_rope_scaling:
@@ -88,7 +88,7 @@ def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
     squared = (model.activation_func, model.gated_linear_unit) == ("squared_relu", False)
     yield from set_flag("squared_relu", squared)
     exact = model.activation_func == "gelu" and model.add_bias_linear
-    if exact or _has_tanh(model):  # as its fusion is on or off
+    if exact or _has_tanh(model):  # its fusion decides between them
         said.mention("activation_func")
     unfused = not said["bias_gelu_fusion"] and not _has_tanh(model)
     yield from set_flag("no_bias_gelu_fusion", exact or squared or unfused)
@@ -230,10 +230,30 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "nor parallel_residual_one_norm: attention and MLP have norms of their own there"
     if not said["layernorm_bias"]:
         yield "it has no layernorm_bias: every LayerNorm has a bias there"
+    yield from _lost_of_parts(said)
     yield from _lost_of_stretched(said)
     if said["unmodelled"]:
         left_out = ", ".join(model.unmodelled)
         yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"
+
+
+def _lost_of_parts(said: Settings) -> Iterator[str]:
+    """Sentences about norms, biases and bounds that models there do not have."""
+    if not said["norm_elementwise_affine"]:
+        yield "every norm has weights there: norm_elementwise_affine = false was left out"
+    if said["embed_layernorm"]:
+        yield "it has no embed_layernorm: embeddings go into the first layer as they are"
+    if said["embedding_dropout"] not in (None, said["hidden_dropout"]):
+        yield "its embeddings have hidden_dropout, too: embedding_dropout was left out"
+    for name in ("attention_out_bias", "mlp_bias"):
+        if said[name] and not said["add_bias_linear"]:
+            yield f"it has no {name}: linear layers of a block all have a bias there, or none"
+    if said["lm_head_bias"]:
+        yield "it has no lm_head_bias: the output layer has no bias there"
+    if said["position_embedding_offset"]:
+        yield "it has no position_embedding_offset: the first position has the first row there"
+    if said["clip_qkv"] is not None:
+        yield f"it has no clip_qkv: {said['clip_qkv']:g} bounds no queries, keys and values there"
 
 
 def _lost_of_stretched(said: Settings) -> Iterator[str]:

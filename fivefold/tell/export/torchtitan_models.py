@@ -114,6 +114,7 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     found["kv_channels"] = None if latent else model.head_dim
     found["qk_layernorm"] = latent or model.qk_layernorm
     found["add_qkv_bias"] = model.qkv_bias
+    found["attention_out_bias"], found["mlp_bias"] = model.output_bias, model.inner_bias
     layers = tuple(map(model.is_moe, range(model.num_layers))) if model.num_experts else ()
     found["moe_layer_freq"] = layers
     found["ffn_hidden_size"] = None if layers and all(layers) else model.ffn_size

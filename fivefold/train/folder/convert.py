@@ -39,6 +39,7 @@ from fivefold.data.template import FILES as TEMPLATE_FILES
 from fivefold.data.template import TOKENIZER_CONFIG, folder_of
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data_parallel.policy import DTYPES
+from fivefold.description.shape import EMBEDDING
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import (
     as_kind,
@@ -87,14 +88,14 @@ def to_run(
     with _finished(target) as folder:
         pieces = {}
         for name, (held, place) in sources.items():
-            types = (STORED[held.dtype(stored)] for stored in place.names)  # of each expert
+            types = (STORED[held.dtype(stored)] for stored in place.names)  # one for each expert
             dtype = reduce(torch.promote_types, types)
             shape = torch.Size(place.shape)
             whole = tuple(slice(0, size) for size in shape)
             pieces[name] = Piece(torch.empty(shape, dtype=dtype), shape, whole)
         fill_from_folder(source, model, pieces, adapter)
         length = min(4096, model.max_position_embeddings)
-        load = None if adapter is None else str(source)  # what the adapter is for
+        load = None if adapter is None else str(source)  # the model that the adapter is for
         config = Config(model).with_values(seq_length=length, load=load)
         state = SavedState(0, {"consumed_samples": 0, "fingerprint": {}}, asdict(model), length)
         Checkpointer(folder / CHECKPOINTS).save(0, pieces, asdict(state))
@@ -190,7 +191,7 @@ def _one_to_hub(
         )
         for file in side_files(source):
             shutil.copyfile(file, folder / file.name)
-        _describe(source, tokenizer, folder, fields, types["norm.weight"])
+        _describe(source, tokenizer, folder, fields, types[EMBEDDING])
     return written
 
 
@@ -215,7 +216,7 @@ def _base(source: Path) -> str | None:
     load = None if config is None else config.checkpoint.load
     weights = None if load is None else RunFolder(source).named(load)
     if weights is None or not weights.exists() or whole_model(source) is not None:
-        return None  # of a multimodal model PEFT would look for the adapters of its text model
+        return None  # PEFT would look for adapters of the text model inside the multimodal one
     return str(weights.resolve())
 
 

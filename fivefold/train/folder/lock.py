@@ -138,7 +138,7 @@ class RunLock:
 
         def beat() -> None:
             while not ended.wait(BEAT_SECONDS):
-                with suppress(OSError):  # `check` says what is wrong
+                with suppress(OSError):  # `check` reports it
                     os.utime(self._descriptor)
 
         thread = threading.Thread(target=beat, name="run-lock", daemon=True)
@@ -302,7 +302,7 @@ def _make_folders(folder: Path, made: list[Path]) -> None:
     for path in reversed(missing):
         try:
             path.mkdir()
-        except FileExistsError:  # another start was faster, unless it is a link to nowhere
+        except FileExistsError:  # another start was faster; or a broken link
             if path.is_symlink() and not path.exists():
                 raise
         else:
@@ -323,7 +323,7 @@ def lock_file(descriptor: int) -> bool | None:
     except BlockingIOError:
         return False
     except OSError as error:
-        # EBADF: NFS locks nothing that is open to be read only, as folders are.
+        # EBADF: NFS cannot lock a file opened for reading only, as folders are.
         none = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
         if error.errno in none:
             return None

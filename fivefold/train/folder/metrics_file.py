@@ -38,7 +38,7 @@ class MetricsFile:
         kept = {int(step) for step in found if step <= after_step}
         first = min(kept, default=1) if is_there else after_step + 1
         self.missing = [step for step in range(first, after_step + 1) if step not in kept]
-        # Not buffered: what a full disk did not take is not tried again when the file is closed.
+        # Unbuffered, so that closing does not retry what a full disk refused.
         self._file = path.open("a+b", buffering=0)
 
     def record(self, metrics: StepMetrics | EvalMetrics) -> None:

@@ -192,7 +192,7 @@ def _from_hub(folder: Path, config: Config) -> Origin:
     there = model_in(hub)
     if wrong := differences(config.model.base, there):
         what, attempt = f"{folder} is of another model", f"--model {quote(str(folder))}"
-        if there != from_hf_config(hub.fields):  # the files lack what config.json promises
+        if there != from_hf_config(hub.fields):  # the files lack tensors that config.json promises
             attempt += f" --mtp-num-layers {there.mtp_num_layers}"
         raise CheckpointError(Mistake(what, tuple(wrong), attempt=attempt))
     load = config.checkpoint.load_adapter

@@ -81,7 +81,7 @@ def _check_folder(
             mistakes.add(f"{name} = {given}: {there} is {what}", attempt=f"another {flag}")
         elif not os.access(there, os.W_OK | os.X_OK):
             mistakes.add(f"{name} = {given}: {there} cannot be written", attempt=f"another {flag}")
-    except (OSError, ValueError) as error:  # a name that is too long, or has a null
+    except (OSError, ValueError) as error:  # a name that is too long, or contains a null
         mistakes.add(f"{name} = {given!r} can be no folder: {getattr(error, 'strerror', error)}")
 
 

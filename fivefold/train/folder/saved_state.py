@@ -18,7 +18,7 @@ from fivefold.optim.loss_scale import ScaleState
 
 # What may differ between a checkpoint's model and ours without making it another model.
 _FREE_MODEL_FIELDS = (
-    *("hidden_dropout", "attention_dropout", "lora_dropout"),
+    *("hidden_dropout", "embedding_dropout", "attention_dropout", "lora_dropout"),
     *(*INITIAL, *IN_BF16, *OF_ITS_LOSS),
 )
 
@@ -109,7 +109,7 @@ def same_model(
         CheckpointError: it is of another model; the error names every field that differs, and,
             where a model can be changed `by_flags`, those that make ours theirs.
     """
-    # A setting that came after the checkpoint had its default then.
+    # A setting newer than the checkpoint had its default then.
     found = as_kind(saved, ModelConfig, f"the model of {where}", CheckpointError)
     was, now = _fields(found), _fields(model)
     changed = _differing(was, now)
@@ -117,7 +117,7 @@ def same_model(
         said = {name: SETTINGS[name].words for name in changed}
         told = tuple(f"{n}: was {words(was[n])}, is {words(now[n])}" for n, words in said.items())
         theirs = {name: was[name] for name in changed}
-        # Of sizes that follow from others, those that then would be other ones.
+        # Of sizes derived from others, only those that would then differ.
         again = _fields(replace(model, **theirs))
         theirs |= {name: was[name] for name in _differing(was, again)}
         flags = " ".join(SETTINGS[name].typed(value) for name, value in theirs.items())

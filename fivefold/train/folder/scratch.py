@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fivefold.train.folder.lock import lock_file
 
-NEW_SECONDS = 60.0  # in which a folder that has been made is locked
+NEW_SECONDS = 60.0  # within which a new folder is locked
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def holding(folder: Path) -> Iterator[bool]:
     it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # it has just been renamed or removed, or is not ours
+    except OSError:  # just renamed or removed, or not ours
         yield False
         return
     try:

@@ -18,14 +18,15 @@ from fivefold.units import several
 
 
 def of_dense(config: Config) -> Config:
-    """The configuration whose --load is the dense model: its weights alone are taken."""
+    """The configuration whose --load is the dense model; only its weights are taken."""
     dense = dense_model(config.model, config.checkpoint.moe_upcycling_granularity)
     return replace(config, model=dense, checkpoint=replace(config.checkpoint, finetune=True))
 
 
 @contextmanager
 def another_size_told(config: Config) -> Iterator[None]:
-    """Where a dense model is refused for the size of its MLP, tell which size experts ask for."""
+    """Add the size that the experts need, where a dense model is refused for the size of its
+    MLP."""
     try:
         yield
     except CheckpointError as error:
@@ -45,7 +46,7 @@ def another_size_told(config: Config) -> Iterator[None]:
 
 
 def told_of_experts(config: Config, folder: Path) -> str:
-    """What becomes of the MLPs of a dense model."""
+    """A note about how experts are made from the MLPs of a dense model."""
     model, parts = config.model, config.checkpoint.moe_upcycling_granularity
     experts, topk = several(model.num_experts or 0, "expert"), model.moe_router_topk
     if parts == 1:

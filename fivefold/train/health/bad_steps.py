@@ -9,8 +9,8 @@ from fivefold.config.training import TrainingConfig
 from fivefold.train.step_result import StepResult
 
 REMEMBERED = 100  # losses
-LEAST = 20  # losses, before one of them can be a spike
-MOST = 10  # bad steps with no good one between them that are left out
+LEAST = 20  # losses needed before one can count as a spike
+MOST = 10  # consecutive bad steps that are left out
 
 
 class BadSteps:
@@ -71,7 +71,7 @@ class BadSteps:
             self._in_a_row += 1
             self._reached = max(self._reached, step)
         else:
-            if step >= self._reached:  # beyond what was run again
+            if step >= self._reached:  # beyond the steps that were repeated
                 self._in_a_row = 0
             # A checkpoint keeps them as JSON, which has neither infinities nor NaN.
             if self._training.check_for_spiky_loss and math.isfinite(result.loss):

@@ -63,7 +63,7 @@ def fill_finite(
 
 def locate_in_state(engine: Engine) -> list[str]:
     """A line for each rank with parameters or moments that are not finite."""
-    state: dict[str, Tensor] = {  # moments first: they spoil parameters, which do not spoil them
+    state: dict[str, Tensor] = {  # moments first: they spoil parameters, not the reverse
         name.removeprefix(OPTIMIZER).replace(".", " of ", 1): piece.local
         for name, piece in engine.optimizer.state_tensors().items()
     }
@@ -117,7 +117,7 @@ class _Witness:
         self.first: _Sight | None = None
         self._act: Act | None = None
         self._looks = 0
-        self._received = False  # from another stage, whose rank knows more
+        self._received = False  # its input came from another stage, whose rank knows more
 
     def observe(self, act: Act) -> AbstractContextManager[object]:
         """Record which pipeline action begins."""
@@ -143,7 +143,7 @@ class _Witness:
 
         def after(_: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
             for y in _tensors(out):
-                scalar = whole and y.ndim < 2  # of hidden states, there are rows
+                scalar = whole and y.ndim < 2  # hidden states have rows
                 self._look(y, "the loss" if scalar else f"the output of {name}")
                 if y.requires_grad:
                     y.register_hook(backward)

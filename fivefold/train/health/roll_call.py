@@ -25,7 +25,7 @@ from fivefold.train.ranks.fresh_store import answers_at, connected
 from fivefold.train.ranks.rank_env import RankEnv
 
 ANSWER_SECONDS = 1.5  # time in which every rank that can answer has answered, on a quiet machine
-PATIENCE = 4  # times as long on a busy one
+PATIENCE = 4  # factor for a busy machine
 POLL_SECONDS = 0.1
 FOR_EVER = timedelta(days=3650)
 CONNECT_SECONDS = 5.0
@@ -86,11 +86,11 @@ class RollCall:
                     answer = json.dumps(asdict(self._witness.look()))
                     store.set(key("answer", asked, self._env.rank), answer)
                 asked = self._question = asked + 1
-                if not self._ended:  # else nobody may know by now which question to wake it with
+                if not self._ended:  # else nobody could know which question wakes it
                     store.wait([key("call", asked, self._name)], FOR_EVER)
                 if self._ended:
                     return
-        except dist.DistError:  # whoever kept the store has gone: nobody is left to ask
+        except dist.DistError:  # the process that kept the store has gone: nobody is left to ask
             return
 
 

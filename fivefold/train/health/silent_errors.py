@@ -114,7 +114,7 @@ class SilentErrors:
         which hold the same; copies of a model and of an embedding go by one name."""
         engine, records, found = self._engine, self._engine.model.records, []
         moments: dict[str, Piece] = {}
-        if kind == MASTER:  # those in host memory: others are hashed with their weights
+        if kind == MASTER:  # masters in host memory; others are hashed with their weights
             moments = {state_name(kind, n): p for n, p in engine.optimizer.host.masters().items()}
         elif kind != _WEIGHT:
             moments = engine.optimizer.state_tensors()
@@ -136,7 +136,7 @@ class SilentErrors:
         differ = torch.zeros(len(parts), dtype=torch.bool, device=self._engine.device)
         for group, which in self._replicas([part.record for part in parts]):
             own = torch.stack([parts[i].hash for i in which])
-            least = torch.cat([own, ~own])  # ~ turns the order round: the least of it is the most
+            least = torch.cat([own, ~own])  # ~ reverses the order, so its least is the largest
             dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
             low, high = least.chunk(2)
             differ[which] |= low != ~high

@@ -45,10 +45,10 @@ class Vitals:
 
     def look(self, result: StepResult) -> Symptom | None:
         """The symptom of this step; reported when it begins, and again when it becomes fatal."""
-        if result.tokens == 0:  # nothing was asked, so there is nothing to learn
+        if result.tokens == 0:  # no token had a loss, so there was nothing to learn
             return None
         self.dead = self.dead + 1 if result.grad_norm == 0.0 else 0
-        # A loss of 0 is that of a model which knows its text by heart, and learns nothing wrong.
+        # A loss of 0 is normal for a model that has memorised its text.
         unchanged = result.loss == self._loss != 0.0 and result.lr > 0.0
         self._same = self._same + 1 if unchanged else 0
         self._loss = result.loss

@@ -15,8 +15,8 @@ import torch
 
 from fivefold.train.health.activity import Activity
 
-LOOK_SECONDS = 0.5  # between two looks at a rank, to see whether it makes progress
-BUSY = 0.1  # share of this time that a process computes which does not only wait
+LOOK_SECONDS = 0.5  # between two looks that show whether a rank makes progress
+BUSY = 0.1  # share of this time that a process computes if it does not only wait
 WATCHERS = ("roll call", "watchdog")  # names of threads that look
 PLACES = 12  # innermost frames of an answer
 
@@ -24,7 +24,7 @@ _PACKAGE = Path(__file__).parents[2]
 _TORCH = Path(torch.__file__).parent
 _MESSAGES = str(_PACKAGE / "pipeline" / "run" / "messages.py")
 _SENDING = (str(_PACKAGE / "mesh" / "collectives.py"), _MESSAGES)
-# Where a rank is that waits for another one. On a GPU, it waits where the engine reads a result.
+# Where a rank that waits for another one is. On a GPU it waits where the engine reads a result.
 _WAITING = (*_SENDING, str(_TORCH / "distributed"), str(_PACKAGE / "train" / "step_result.py"))
 
 

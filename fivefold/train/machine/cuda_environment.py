@@ -67,6 +67,6 @@ def keep_flight_record(folder: Path) -> None:
 def make_deterministic() -> None:
     """Choose kernels and algorithms that give the same bits every time; before CUDA starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "^NVLS")  # the switch adds up in any order
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")  # NVLink switches add in any order
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

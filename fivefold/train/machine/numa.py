@@ -91,7 +91,7 @@ def bind(binding: Binding) -> None:
     The memory is preferred, not required: a rank whose node is full takes memory of another instead
     of failing.
     """
-    if sys.platform == "linux":  # elsewhere there are no bindings, see `choose_bindings`
+    if sys.platform == "linux":  # other systems have no bindings, see `choose_bindings`
         for thread in os.listdir("/proc/self/task"):
             with suppress(ProcessLookupError):  # it has just ended
                 os.sched_setaffinity(int(thread), binding.cpus)
@@ -112,7 +112,7 @@ def prefer_memory(node: int) -> str:
         return f"memory where it is first written: {platform.machine()} has no known call"
     mask = (ctypes.c_ulong * words)()
     mask[words - 1] = 1 << node % _BITS
-    size = ctypes.c_ulong(_BITS * words + 1)  # the kernel takes one bit less
+    size = ctypes.c_ulong(_BITS * words + 1)  # the kernel reads one bit less than it is told
     call = ctypes.CDLL(None, use_errno=True).syscall
     if call(ctypes.c_long(number), ctypes.c_long(_MPOL_PREFERRED), mask, size):
         why = os.strerror(ctypes.get_errno())

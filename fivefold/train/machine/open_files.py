@@ -12,7 +12,7 @@ from fivefold.errors import ConfigError, Mistake
 from fivefold.layout import Layout
 
 OTHERS = 256  # libraries, data, checkpoints, logs, devices
-A_GROUP = 4  # a listening socket, and what waits for events
+A_GROUP = 4  # a listening socket, and its event queue
 
 
 def check_open_files(layout: Layout, device_type: str) -> None:
@@ -48,7 +48,7 @@ def check_open_files(layout: Layout, device_type: str) -> None:
 def open_files(groups: Mapping[str, int], device_type: str) -> int:
     """Number of open files of a rank in gloo groups of these sizes."""
     sockets = sum(size - 1 for size in groups.values())
-    if device_type == "cuda":  # objects are gathered in log2 W rounds, with two ranks each
+    if device_type == "cuda":  # objects are gathered in log2 W rounds, each with two ranks
         sockets = sum(2 * ceil(log2(size)) for size in groups.values())
     return sockets + A_GROUP * len(groups) + OTHERS
 

@@ -30,7 +30,7 @@ Worker = Callable[[RankEnv], int | None]
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
-DONE = b"done"  # the report of a rank whose work is done
+DONE = b"done"  # reports that a rank's work is done
 
 
 @dataclass
@@ -93,8 +93,8 @@ def fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int 
     sys.stderr.flush()
     reports_in, reports_out = os.pipe()
     parent = os.getpid()
-    # The parent's garbage is not to be collected in the child, where it may wait for threads that
-    # are not there. Python's own hooks of a fork could begin to, before the child freezes it.
+    # Do not collect the parent's garbage in the child, where it may wait for threads that are gone;
+    # Python's own fork hooks could do so before the child freezes it.
     collects = gc.isenabled()
     with held_back():
         gc.disable()
@@ -122,7 +122,7 @@ def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
     os.environ.update(env.variables)
     # Gloo would look the host's name up, which fails on many laptops.
     os.environ.setdefault(INTERFACES, "lo" if sys.platform == "linux" else "lo0")
-    if said_in(os.environ):  # as with torchrun, what the user set is per rank
+    if said_in(os.environ):  # as under torchrun, a user's value is per rank
         threads = torch.get_num_threads()
     threads = threads or max(1, torch.get_num_threads() // env.world_size)
     if said_in(os.environ) != "OMP_NUM_THREADS":

@@ -27,8 +27,8 @@ from fivefold.train.ranks.rejoin import Generations, Orders
 from fivefold.train.ranks.signals import StopRequest, passed_on
 
 HERE = "127.0.0.1"
-SETTLE_SECONDS = 0.3  # to wait for the report of a rank that failed a moment earlier
-SEARCH_SECONDS = 3.0  # to wait for the end of a rank that others lost: it frees its memory first
+SETTLE_SECONDS = 0.3  # wait for the report of a rank that failed a moment earlier
+SEARCH_SECONDS = 3.0  # wait for the end of a rank that others lost: it frees its memory first
 
 
 class Crew:

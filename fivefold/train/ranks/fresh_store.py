@@ -12,7 +12,7 @@ from fivefold.train.ranks.rank_env import RankEnv
 
 _PLACE = "fivefold/first rank's store"  # key in torchrun's store: the port
 _LOOK_SECONDS = 0.05
-ANSWER_SECONDS = 60.0  # in which a store answers, however many ranks ask it at once
+ANSWER_SECONDS = 60.0  # within which a store answers, however many ranks ask at once
 
 
 def keeps_store() -> bool:

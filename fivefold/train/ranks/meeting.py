@@ -20,9 +20,9 @@ from fivefold.train.ranks.fresh_store import answers_at, connected, keeps_store
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.units import human_seconds, ranks_named
 
-RESOLVE_SECONDS = 30.0  # in which a name server may recover, or learn of a pod that has just begun
+RESOLVE_SECONDS = 30.0  # for a name server to recover, or to learn of a new pod
 LEAST_POLL_SECONDS, MOST_POLL_SECONDS = 0.02, 1.0
-WARNING = timedelta(seconds=30)  # after which it is said who is missing, while others wait on
+WARNING = timedelta(seconds=30)  # after which missing ranks are named, while others wait on
 INTERFACES = "GLOO_SOCKET_IFNAME"
 SIZE, CAME, ALL, REFUSED = "size", "came", "all came", "refused"  # keys in the store
 
@@ -59,7 +59,7 @@ def check_interfaces(variables: Mapping[str, str] = os.environ) -> None:
     told = variables.get(INTERFACES, "")
     there = [name for _, name in socket.if_nameindex()]
     for name in filter(None, told.split(",")):
-        if name.partition(":")[0] not in there:  # what follows is a label of one of its addresses
+        if name.partition(":")[0] not in there:  # a label of an address may follow
             what = f"{INTERFACES}={told}: {socket.gethostname()} has no network interface {name}"
             why = (f"it has {', '.join(there)}",)
             raise PlaceError(Mistake(what, why, attempt=f"unset {INTERFACES}"))
@@ -98,7 +98,7 @@ def meet(env: RankEnv, timeout: timedelta) -> dist.Store:
             store.set(key(REFUSED), str(_missing(absent, env, timeout)))
         if store.check([key(REFUSED)]):
             if first:
-                time.sleep(2 * MOST_POLL_SECONDS)  # others shall read it, too, in our store
+                time.sleep(2 * MOST_POLL_SECONDS)  # give others time to read it in our store
             raise PlaceError(store.get(key(REFUSED)).decode())
         if first and time.monotonic() > warned and (absent := _absent(store, env)):
             warned = _warn(_missing(absent, env, WARNING), timeout)

@@ -22,8 +22,8 @@ from fivefold.mesh.groups import lost_connection
 from fivefold.train.health.roll_call import connect, key
 from fivefold.train.ranks.rank_env import RankEnv
 
-LET_GO_SECONDS = 5.0  # in which a rank has noticed, and has let go of what it had
-DECISION = timedelta(minutes=10)  # the parent ends ranks that shall not go on
+LET_GO_SECONDS = 5.0  # for a rank to notice a failure and release everything
+DECISION = timedelta(minutes=10)  # until then the parent has ended ranks that must not go on
 
 Orders = dict[str, Any]
 """What the parent tells the ranks of a new generation; JSON."""

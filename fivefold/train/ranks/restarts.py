@@ -21,7 +21,7 @@ from fivefold.train.ranks.launch import End
 from fivefold.train.ranks.rejoin import Orders
 
 KILLED = 128 + signal.SIGKILL
-KILLS = 10  # after the same step
+KILLS = 10  # kills after the same step that end the run
 
 
 @dataclass

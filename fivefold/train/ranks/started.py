@@ -33,7 +33,7 @@ from fivefold.train.ranks.signals import leave_at_once
 
 CAUSE = "cause"  # key in the store: a rank failed by itself
 ALL_LEFT = "all left"  # key in the store: every rank needs it no longer
-LINGER_SECONDS = 5.0  # that a first rank which ends alone stays for others
+LINGER_SECONDS = 5.0  # time for which a first rank that ends alone keeps the store
 TOLD = "told"  # key in the store: a rank has printed which rank the others waited for
 
 
@@ -155,7 +155,7 @@ def _leave(store: dist.Store, env: RankEnv, outlives: bool = False) -> None:
         env: environment of this rank.
         outlives: whether the store stays when the first rank goes.
     """
-    with contextlib.suppress(dist.DistError):  # the first rank stayed as long as it may
+    with contextlib.suppress(dist.DistError):  # the first rank did not stay any longer
         if store.add(key("left"), 1) == env.world_size:
             store.set(key(ALL_LEFT), "")
         elif env.rank == 0 and not outlives:

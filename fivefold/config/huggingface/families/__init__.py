@@ -1,5 +1,5 @@
-"""All families of which models are read: a record each, in the order in which a config.json is
-sought that can say what a model is."""
+"""All model families that can be read: one record each, in the order in which a config.json that
+can describe a model is sought."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from fivefold.config.huggingface.families import (
     glm,
     gpt,
     gpt_oss,
+    gptj,
     granite,
     hunyuan,
     kimi_linear,
@@ -27,8 +28,10 @@ from fivefold.config.huggingface.families import (
     mellum,
     mimo,
     mistral,
+    nanochat,
     nemotron_h,
     olmo,
+    opt,
     phi,
     qwen,
     qwen_linear,
@@ -47,6 +50,9 @@ _MODULES = (
     gemma,
     gemma4,
     gpt,
+    gptj,
+    nanochat,
+    opt,
     cohere,
     ernie,
     qwen_linear,

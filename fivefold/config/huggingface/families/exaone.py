@@ -5,7 +5,7 @@ from dataclasses import replace
 from fivefold.config.huggingface import windows
 from fivefold.config.huggingface.family import AFTER, EACH, Family, Fields, Names, Tensors
 from fivefold.config.huggingface.grouped_experts import ONE_GROUP, written_sparse
-from fivefold.config.huggingface.llama_like import LlamaLike, bias_fields, equal_biases
+from fivefold.config.huggingface.llama_like import LlamaLike, bias_fields, both_biases
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
 
@@ -14,7 +14,7 @@ _EXAONE3 = LlamaLike(
     rms_norm_eps=1e-5,
     rope_theta=5e5,
     null_head_dim=True,
-    biases=equal_biases,
+    biases=both_biases,
     code=True,
 )
 _EXAONE_MOE = LlamaLike(

@@ -14,7 +14,7 @@ from fivefold.config.huggingface.generic import read_stored_weights
 from fivefold.config.huggingface.llama_like import (
     LlamaLike,
     activation,
-    equal_dropouts,
+    dropouts,
     transformer_sizes,
 )
 from fivefold.config.huggingface.reader import Reader
@@ -23,8 +23,14 @@ from fivefold.config.layer_pattern import MAX_LAYERS
 from fivefold.config.model import ModelConfig
 
 
-def _gpt2(reader: Reader) -> ModelConfig:
-    """Learned positions, tied embeddings."""
+def of_gpt2(reader: Reader, *, dropout: float = 0.1, tied: bool = True) -> ModelConfig:
+    """Learned positions, tied embeddings.
+
+    Args:
+        reader: reader of the file.
+        dropout: the family's default of each dropout.
+        tied: its default of tied embeddings.
+    """
     read_stored_weights(reader)
     reader.without_effect(
         *("n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"),
@@ -46,16 +52,16 @@ def _gpt2(reader: Reader) -> ModelConfig:
         activation_func=activation(reader, "activation_function", "gelu_new"),
         gated_linear_unit=False,
         add_bias_linear=True,
-        untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", True),
-        hidden_dropout=equal_dropouts(reader, ("resid_pdrop", "embd_pdrop"), 0.1),
-        attention_dropout=reader.number("attn_pdrop", 0.1),
+        untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", tied),
+        **dropouts(reader, "resid_pdrop", "embd_pdrop", dropout),
+        attention_dropout=reader.number("attn_pdrop", dropout),
         init_method_std=reader.number("initializer_range", 0.02),
     )
 
 
 def _bigcode(reader: Reader) -> ModelConfig:
     """StarCoder and SantaCoder: GPT-2 whose query heads share one key/value head, or none do."""
-    model = _gpt2(reader)
+    model = of_gpt2(reader)
     shared = reader.flag("multi_query", True)
     heads = 1 if shared else model.num_attention_heads
     reader.fixed("num_key_value_heads", heads)
@@ -83,7 +89,7 @@ def _gpt_neox(reader: Reader) -> ModelConfig:
     if rope.share <= 0.0 or rope.share > 1.0 or turned % 2 or not turned:
         why = f"of hidden_size / num_attention_heads it turns {turned} features, which are no pairs"
         reader.unsupported("rotary_pct", rope.share, [1.0], why)
-    reader.fixed("attention_bias", True)
+    biased = reader.flag("attention_bias", True)
     dropout = reader.number("hidden_dropout", 0.0)
     attention_dropout = reader.number("attention_dropout", 0.0)
     # BERT's names, in the file of GPT-NeoX-20B; transformers ignores them.
@@ -97,7 +103,8 @@ def _gpt_neox(reader: Reader) -> ModelConfig:
         norm_epsilon=reader.number("layer_norm_eps", 1e-5),
         activation_func=activation(reader, "hidden_act", "gelu"),
         gated_linear_unit=False,
-        add_bias_linear=True,
+        add_bias_linear=biased,
+        mlp_bias=not biased,
         untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", False),
         hidden_dropout=dropout,
         attention_dropout=attention_dropout,
@@ -124,12 +131,13 @@ def _starcoder2(reader: Reader) -> ModelConfig:
         _STARCODER2_LIKE.read(reader),
         normalization="LayerNorm",
         gated_linear_unit=False,
-        hidden_dropout=equal_dropouts(reader, ("residual_dropout", "embedding_dropout"), 0.0),
+        **dropouts(reader, "residual_dropout", "embedding_dropout", 0.0),
         init_method_std=reader.number("initializer_range", 0.018042),
     )
 
 
-def _write_gpt2(model: ModelConfig) -> Fields:
+def write_gpt2(model: ModelConfig) -> Fields:
+    """Fields of GPT-2, which those after it have, too."""
     return {
         "vocab_size": model.vocab_size,
         "n_embd": model.hidden_size,
@@ -141,14 +149,14 @@ def _write_gpt2(model: ModelConfig) -> Fields:
         "layer_norm_epsilon": model.norm_epsilon,
         "initializer_range": model.init_method_std,
         "resid_pdrop": model.hidden_dropout,
-        "embd_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.embedded_dropout,
         "attn_pdrop": model.attention_dropout,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
     }
 
 
 def _write_bigcode(model: ModelConfig) -> Fields:
-    return _write_gpt2(model) | {"multi_query": model.num_kv_heads == 1}
+    return write_gpt2(model) | {"multi_query": model.num_kv_heads == 1}
 
 
 def _write_gpt_neox(model: ModelConfig) -> Fields:
@@ -158,6 +166,7 @@ def _write_gpt_neox(model: ModelConfig) -> Fields:
         "intermediate_size": model.ffn_size,
         "layer_norm_eps": model.norm_epsilon,
         "hidden_act": gpt_activation_name(model),
+        "attention_bias": model.output_bias,
         "use_parallel_residual": model.parallel_residual,
         "rotary_pct": model.rotary_percent,
         "rotary_emb_base": rope.pop("rope_theta"),
@@ -178,7 +187,7 @@ def _write_starcoder2(model: ModelConfig) -> Fields:
         "hidden_act": activation_name(model),
         "use_bias": model.add_bias_linear,
         "residual_dropout": model.hidden_dropout,
-        "embedding_dropout": model.hidden_dropout,
+        "embedding_dropout": model.embedded_dropout,
         "attention_dropout": model.attention_dropout,
         "sliding_window": windows.written_width(model.widest_window),
     }
@@ -270,7 +279,8 @@ def _falcon(reader: Reader) -> ModelConfig:
 
 
 def _write_falcon(model: ModelConfig) -> Fields:
-    """Only its newer layers have several key heads, or two norms side by side."""
+    """Write Falcon's fields; only its newer layers have several key heads, or two norms side by
+    side."""
     one, side_by_side = model.parallel_residual_one_norm, model.parallel_residual
     few = model.num_kv_heads in (1, model.num_attention_heads)
     newer = side_by_side and not (one and few)
@@ -308,7 +318,7 @@ _FALCON = Tensors(
 
 
 FAMILIES = (
-    Family("gpt2", "GPT2LMHeadModel", _gpt2, _write_gpt2, _GPT2),
+    Family("gpt2", "GPT2LMHeadModel", of_gpt2, write_gpt2, _GPT2),
     Family("gpt_bigcode", "GPTBigCodeForCausalLM", _bigcode, _write_bigcode, _BIGCODE),
     Family("starcoder2", "Starcoder2ForCausalLM", _starcoder2, _write_starcoder2, _STARCODER2),
     Family("gpt_neox", "GPTNeoXForCausalLM", _gpt_neox, _write_gpt_neox, _GPT_NEOX),

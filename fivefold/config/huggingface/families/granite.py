@@ -13,7 +13,7 @@ from fivefold.config.huggingface.generic import read_balancing
 from fivefold.config.huggingface.llama_like import (
     LlamaLike,
     bias_fields,
-    equal_biases,
+    both_biases,
     refuse_head_dim,
 )
 from fivefold.config.huggingface.reader import Reader
@@ -21,7 +21,7 @@ from fivefold.config.layer_pattern import unrotated_frequency
 from fivefold.config.model import ModelConfig
 
 _MIXTURE = LlamaLike()  # whose attention_bias would affect attention alone
-_DENSE = replace(_MIXTURE, biases=equal_biases)
+_DENSE = replace(_MIXTURE, biases=both_biases)
 _FACTORS = "embedding_multiplier", "residual_multiplier", "logits_scaling"
 
 

@@ -8,7 +8,7 @@ from fivefold.config.huggingface.family import Family, Fields, Tensors
 from fivefold.config.huggingface.llama_like import (
     LlamaLike,
     bias_fields,
-    equal_biases,
+    both_biases,
     qkv_biases,
     refuse_head_dim,
 )
@@ -16,7 +16,7 @@ from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.rope import read_rope
 from fivefold.config.model import ModelConfig
 
-_LLAMA = LlamaLike(null_head_dim=True, biases=equal_biases)
+_LLAMA = LlamaLike(null_head_dim=True, biases=both_biases)
 
 
 def _llama(reader: Reader) -> ModelConfig:
@@ -71,7 +71,7 @@ _JAIS2 = LlamaLike(
     activation="relu2",
     null_head_dim=True,
     epsilon="layer_norm_eps",
-    biases=partial(equal_biases, default=True),
+    biases=partial(both_biases, default=True),
 )
 
 
@@ -86,7 +86,7 @@ def _write_jais2(model: ModelConfig) -> Fields:
     return fields | {"layer_norm_eps": fields.pop("rms_norm_eps")}
 
 
-_ARCEE = LlamaLike(rms_norm_eps=1e-5, activation="relu2", null_head_dim=True, biases=equal_biases)
+_ARCEE = LlamaLike(rms_norm_eps=1e-5, activation="relu2", null_head_dim=True, biases=both_biases)
 _NEMOTRON = replace(
     _ARCEE,
     rotary_share=0.5,

@@ -11,7 +11,7 @@ from fivefold.config.huggingface.generic import read_balancing
 from fivefold.config.huggingface.llama_like import (
     LlamaLike,
     bias_fields,
-    equal_biases,
+    both_biases,
     no_biases,
     qkv_biases,
 )
@@ -181,28 +181,27 @@ _SEED = LlamaLike(
 
 
 def _seed(reader: Reader) -> ModelConfig:
-    """Biases of queries, keys and values, of all linear layers, or of none."""
+    """Biases of queries, keys and values, of attention's output, and of MLPs; no dropout of
+    embeddings."""
     model = _SEED.read(reader)
     output, mlp = reader.flag("attention_out_bias", False), reader.flag("mlp_bias", False)
-    if output != mlp:
-        reader.unsupported("mlp_bias", mlp, [output], "attention_out_bias has to be the same")
-    if output and mlp and not model.add_qkv_bias:
-        reader.unsupported("attention_bias", False, [True], "all other linear layers have biases")
+    everywhere = model.add_qkv_bias and output and mlp
     dropout = reader.number("residual_dropout", 0.1)
-    if dropout:
-        why = "it leaves embeddings out, which are dropped here, too"
-        reader.unsupported("residual_dropout", dropout, [0.0], why)
     return replace(
         model,
-        add_bias_linear=output and mlp,
-        add_qkv_bias=model.add_qkv_bias and not output,
+        add_bias_linear=everywhere,
+        add_qkv_bias=model.add_qkv_bias and not everywhere,
+        attention_out_bias=output and not everywhere,
+        mlp_bias=mlp and not everywhere,
+        hidden_dropout=dropout,
+        embedding_dropout=0.0 if dropout else None,
         attention_dropout=reader.number("attention_dropout", 0.1),
     )
 
 
 def _write_seed(model: ModelConfig) -> Fields:
-    biases = dict.fromkeys(("attention_out_bias", "mlp_bias"), model.add_bias_linear)
-    more = {"attention_bias": model.qkv_bias, "residual_dropout": 0.0}
+    biases = {"attention_out_bias": model.output_bias, "mlp_bias": model.inner_bias}
+    more = {"attention_bias": model.qkv_bias, "residual_dropout": model.hidden_dropout}
     return _SEED.write(model) | biases | more
 
 
@@ -216,7 +215,7 @@ _SMOLLM = LlamaLike(
     num_key_value_heads=4,
     rope_theta=2000000.0,
     tied=True,
-    biases=equal_biases,
+    biases=both_biases,
     windows=_smollm_windows,
     padded=True,
 )
