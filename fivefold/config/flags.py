@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.data import MOCK
-from fivefold.config.foreign import Foreign, foreign, foreign_settings, name_of, without_section
+from fivefold.config.foreign import Foreign, foreign, name_of, without_section
 from fivefold.config.misspelt import MEANT
 from fivefold.config.settings import NONE, Setting, flag_of
 from fivefold.errors import Mistakes, shown
@@ -208,8 +208,7 @@ class _Scanner:
         aliases = [alias for alias, of in ALIASES.items() if of in self._settings]
         known = list(dict.fromkeys([*self._settings, *alone, *aliases]))
         name = without_section(name, known)
-        typo = name not in foreign_settings() and get_close_matches(name, known, 1, cutoff=0.85)
-        theirs = Foreign() if typo else foreign(name)
+        theirs = foreign(name, known)
         meant = [flag] if (flag := theirs.meant(known)) else []
         if theirs.flags and not meant:
             theirs = Foreign()  # the name belongs to another command

@@ -1,8 +1,9 @@
 """What settings of other trainers mean here."""
 
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
@@ -51,11 +52,18 @@ def _read(row: str, idle: bool) -> Foreign:
     return Foreign(tuple(filter(None, flags.split(" | "))), note, idle)
 
 
-def foreign(name: str) -> Foreign:
-    """The meaning of another trainer's setting here; empty if it is not known."""
+def foreign(name: str, ours: Iterable[str] = ()) -> Foreign:
+    """The meaning of another trainer's setting here; empty if it is not known.
+
+    Args:
+        name: its name, with underscores.
+        ours: names of our settings; what is nearly one of them is a typing error, not a beginning.
+    """
     known = foreign_settings()
+    if name in known or get_close_matches(name, ours, 1, cutoff=0.85):
+        return known.get(name, Foreign())
     begins = (start for start in known if start.endswith("_") and name.startswith(start))
-    return known.get(name) or known.get(max(begins, key=len, default=""), Foreign())
+    return known.get(max(begins, key=len, default=""), Foreign())
 
 
 def name_of(flag: str) -> str:

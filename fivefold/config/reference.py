@@ -11,7 +11,7 @@ from fivefold.config.config import SECTION_SETTINGS, SECTIONS
 from fivefold.config.flags import ALIASES, IDLE_SWITCHES, SWITCHES
 from fivefold.config.foreign import foreign, name_of
 from fivefold.config.presets import PRESETS
-from fivefold.config.settings import NONE, Setting, flag_of, settings_of
+from fivefold.config.settings import NONE, Setting, flag_of, name_of_flag, settings_of
 from fivefold.config.sources import MODEL, recipe_names
 from fivefold.errors import ConfigError, Mistake, did_you_mean
 from fivefold.units import several, wrapped
@@ -144,14 +144,20 @@ def _of(sections: Mapping[str, Sequence[Setting]]) -> Iterator[Setting]:
 
 
 def _named(topic: str, settings: Iterable[Setting], width: int) -> list[str]:
-    """The description of a flag, also by a short name or another trainer's name; empty: none."""
+    """The description of a flag, also by a short name or another trainer's name, of which it says
+    what differs, or why there is no flag; empty: none."""
     of_all = {setting.name: setting for setting in settings}
     known = {**of_all, **{alias: of_all[n] for alias, n in ALIASES.items() if n in of_all}}
-    name = name_of(topic)
-    meant = name_of(foreign(name).meant(known))
-    if setting := known.get(name) or known.get(meant):
-        return [*_entry(setting, width)]
-    return [_switch(name)] if name in SWITCHES and MODEL.name in of_all else []
+    name, theirs = name_of(topic), foreign(name_of_flag(topic), known)
+    meant = known.get(name_of(theirs.meant(known)))
+    of_runs = of_all.get(MODEL.name) is MODEL
+    if setting := known.get(name, meant):
+        lines = [*_entry(setting, width)]
+    else:
+        lines = [_switch(name)] if name in SWITCHES and of_runs else []
+    if name not in known and theirs.note and (meant or (of_runs and not theirs.flags)):
+        lines.append(_filled(f"{topic} of other trainers: {theirs.note}", width, "  ", "  "))
+    return lines
 
 
 def _mentioning(topic: str, settings: Iterable[Setting], width: int) -> list[str]:

@@ -1,5 +1,6 @@
 """Help, previews and the shape of answers, in a fresh interpreter where torch must stay out."""
 
+import io
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from fivefold.cli.style import paint
 from fivefold.config.config import SECTION_SETTINGS, SECTIONS, SETTINGS
 from fivefold.config.flags import ALIASES, SWITCHES
 from fivefold.config.foreign import foreign_settings
+from fivefold.config.reference import help_text
 from fivefold.config.settings import settings_of
 from fivefold.config.sources import RECIPES, read_config, recipe_names, to_toml
 from fivefold.train.ranks.launch import End
@@ -146,6 +148,22 @@ def test_help_of_a_misspelt_topic_says_what_is_meant(
     for words in (["train", "--help", misspelt], ["help", misspelt]):
         assert main(words) == 2
         assert "did you mean" in capsys.readouterr().err, words
+
+
+def test_help_of_a_setting_of_others_says_what_differs_here() -> None:
+    """Or why none is needed: what an unknown flag is told."""
+    options = import_module("fivefold.cli.train").Options
+    known = {*SETTINGS, *SWITCHES, *ALIASES, *(setting.name for setting in settings_of(options))}
+    noted = {
+        name: each.note
+        for name, each in foreign_settings().items()
+        if each.note and name not in known and (not each.flags or each.meant(known))
+    }
+    assert len(noted) > 200
+    for name, note in noted.items():
+        for topic in (name, f"--{name.replace('_', '-')}"):
+            said = help_text("train", options, io.StringIO(), topic)
+            assert note in " ".join(said.split()), topic
 
 
 def test_help_of_no_topic_says_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:

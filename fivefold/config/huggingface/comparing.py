@@ -3,18 +3,10 @@
 from dataclasses import asdict
 from typing import Any
 
-from fivefold.config.by_layer import (
-    IN_BF16,
-    OF_CONVOLUTIONS,
-    OF_DELTA_NET,
-    OF_INDEXER,
-    OF_ITS_LOSS,
-    OF_LATENTS,
-    OF_MAMBA,
-    OF_WINDOWS,
-)
-from fivefold.config.config import SETTINGS
+from fivefold.config.by_layer import IN_BF16, OF_ITS_LOSS, OF_WINDOWS
+from fivefold.config.config import SETTINGS, Config
 from fivefold.config.model import INITIAL, ModelConfig
+from fivefold.config.rules.dependents import DEPENDENTS
 from fivefold.config.stretched_rope import longrope_scale
 
 _DROPOUT = "hidden_dropout", "embedding_dropout", "attention_dropout"
@@ -33,15 +25,18 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     if not model.mtp_num_layers:
         other = other.without_predictions
     one, two = _told(model), _told(other)
-    changed = {n: SETTINGS[n].words for n in {**one, **two} if one.get(n) != two.get(n)}
+    changed = {
+        name: SETTINGS[name].words
+        for name in {**one, **two}
+        for usual in [SETTINGS[name].default]  # what has no effect in one of them may be so
+        if one.get(name, usual) != two.get(name, usual)
+    }
     return [f"{n}: {words(one.get(n))}, there {words(two.get(n))}" for n, words in changed.items()]
 
 
 def _told(model: ModelConfig) -> dict[str, Any]:
-    """The fields that weights depend on, as they take effect."""
+    """The fields that weights depend on, as far as they have an effect."""
     layers = range(model.num_layers)
-    moe = model.num_experts is not None
-    latent = model.multi_latent_attention
     told = asdict(model.spelt_out())
     told["softmax_scale"] = softmax_scale(model)
     told["latent_norm_epsilon"] = model.latent_epsilon
@@ -55,41 +50,12 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told["mtp_num_layers"] = model.prediction_sets
     told["moe_layer_freq"] = tuple(map(model.is_moe, layers))
     unused = [*_OURS, "window_attn_skip_freq", "mtp_use_repeated_layer"]
-    if not model.attn_temperature_tuning:
-        unused += ["attn_scale", "floor_scale", "attn_temperature_rotated"]
+    config = Config(model)
+    unused += [name for of in DEPENDENTS if not of.alive(config) for name in of.names]
     if not model.has_dense_layers:
         unused.append("ffn_hidden_size")
-    if not moe:
-        unused += [name for name in told if name.startswith("moe_")]
-    if not latent:
-        unused += [*OF_LATENTS, "latent_norm_epsilon"]
     if model.position_embedding_type != "learned_absolute":  # positions are computed, however many
         unused.append("max_position_embeddings")
-    if model.position_embedding_type != "rope":
-        unused += [name for name in told if name.startswith("rot")]
-    if not model.use_rope_scaling:
-        unused += [name for name in told if name.startswith("rope_") and name != "rope_type"]
-    if model.rope_type not in ("yarn", "dynamic"):
-        unused.append("rotary_scaling_factor")
-    if model.rope_type != "yarn":
-        unused += ["beta_fast", "beta_slow", "mscale", "mscale_all_dim"]
-        unused.append("yarn_correction_range_round_to_int")
-    if model.rope_type != "longrope":
-        unused += [name for name in told if name.startswith("longrope_")]
-    if model.rope_type == "rope":
-        unused.append("original_max_position_embeddings")
-    if not model.has_linear_attention:
-        unused += OF_DELTA_NET
-    if not model.has_linear_layers or model.hybrid_override_pattern is not None:
-        unused += OF_CONVOLUTIONS
-    if not model.is_sparse:
-        unused += OF_INDEXER
-    if model.hybrid_override_pattern is None:
-        unused += OF_MAMBA
-    if not model.qk_layernorm:
-        unused += ["qk_layernorm_type", "qk_layernorm_after_rope"]
-    if model.moe_router_num_groups is None:
-        unused += ["moe_router_group_topk", "moe_router_group_scores"]
     return {name: value for name, value in told.items() if name not in unused}
 
 
@@ -111,4 +77,5 @@ def _local_base(model: ModelConfig) -> float | None:
     base = model.rotary_base_local
     scaled = model.use_rope_scaling or model.rope_type != "rope"
     scaled = scaled or model.rotary_seq_len_interpolation_factor not in (None, 1.0)
-    return base if model.window_size is not None and (scaled or base != model.rotary_base) else None
+    turns = model.window_size is not None and model.position_embedding_type == "rope"
+    return base if turns and (scaled or base != model.rotary_base) else None

@@ -8,6 +8,15 @@ from fivefold.config.rules.dependents import DEPENDENTS
 from fivefold.config.rules.orphan import Dependents, Orphan
 from fivefold.errors import Mistakes
 
+_SEARCHED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_sharding_strategy",
+    "overlap_moe_expert_parallel_comm",
+)
+"""Settings that `fivefold plan` chooses: what depends on them may have an effect in its layout."""
+
 
 def orphans(config: Config) -> Iterator[Orphan]:
     """Every setting that differs from its default and has no effect; a degree of -1 is unknown."""
@@ -25,7 +34,7 @@ def check_dependents(config: Config, mistakes: Mistakes, *, planned: bool = Fals
     """
     told = set[str]()
     for orphan in orphans(config):
-        needed = orphan.of.refused and not (planned and orphan.of.searched)
+        needed = orphan.of.refused and not (planned and orphan.of.on in _SEARCHED)
         if needed and orphan.name not in told:
             told.add(orphan.name)
             mistakes.add(

@@ -35,7 +35,6 @@ DEPENDENTS = (
         "tensor_model_parallel_size != 1",
         "splits tokens over tensor-parallel ranks",
         "--tensor-model-parallel-size 2",
-        searched=True,
     ),
     where(
         "tp_comm_overlap",
@@ -62,7 +61,6 @@ DEPENDENTS = (
         "pipeline_model_parallel_size != 1",
         "is an order of what pipeline ranks send",
         "--pipeline-model-parallel-size 2",
-        searched=True,
     ),
     where(
         "num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout "
@@ -70,28 +68,24 @@ DEPENDENTS = (
         _LAYS_STAGES,
         "lays stages over pipeline ranks",
         "--pipeline-model-parallel-size 2",
-        searched=True,
     ),
     where(
         "recompute_in_flight_limit",
         _LAYS_STAGES,
         "limits the microbatches that wait on pipeline ranks for their backward",
         "--pipeline-model-parallel-size 2",
-        searched=True,
     ),
     where(
         "num_virtual_stages_per_pipeline_rank",
         f"{_LAYS_STAGES} or num_virtual_stages_per_pipeline_rank = 1",
         "lays stages over pipeline ranks",
         "--pipeline-model-parallel-size 2",
-        searched=True,
     ),
     where(
         "cp_comm_type hierarchical_context_parallel_sizes",
         "context_parallel_size != 1",
         "is for context-parallel ranks",
         "--context-parallel-size 2",
-        searched=True,
     ),
     where(
         "expert_model_parallel_size expert_tensor_parallel_size",
@@ -109,7 +103,6 @@ DEPENDENTS = (
         "delay_wgrad_compute",
         "overlap_moe_expert_parallel_comm = true",
         "fills the time of messages that a pair of a forward and a backward hides",
-        searched=True,
     ),
     where("moe_deepep_num_sms", "moe_enable_deepep = true", "is what DeepEP's kernels take"),
     Dependents(
@@ -141,7 +134,6 @@ DEPENDENTS = (
         "ddp_bucket_size",
         "data_parallel_sharding_strategy = no_shard",
         "is for gradients that are not reduced layer by layer",
-        searched=True,
     ),
     where(
         "overlap_param_gather_with_optimizer_step",

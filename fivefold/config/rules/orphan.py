@@ -19,7 +19,6 @@ class Dependents:
         alive: function that tells whether they have an effect.
         why: their purpose, as the rest of a sentence that begins with "it".
         add: flags with which they have an effect.
-        searched: whether `fivefold plan` searches values of `on`.
         refused: whether they are refused here if they have no effect. Others are refused elsewhere,
             or do no harm; they are only left out if a flag removes the setting that a recipe chose
             them for.
@@ -30,11 +29,10 @@ class Dependents:
     alive: Callable[[Config], bool]
     why: str
     add: tuple[str, ...] = ()
-    searched: bool = False
     refused: bool = True
 
 
-def where(names: str, condition: str, why: str, *add: str, **others: bool) -> Dependents:
+def where(names: str, condition: str, why: str, *add: str, refused: bool = True) -> Dependents:
     """Settings that have an effect where other settings have, or do not have, a value.
 
     Args:
@@ -43,13 +41,13 @@ def where(names: str, condition: str, why: str, *add: str, **others: bool) -> De
             them, of which the first one names what they depend on.
         why: as in `Dependents`.
         add: flags with which they have an effect; none: that of the first condition's value.
-        others: further attributes of `Dependents`.
+        refused: as in `Dependents`.
     """
     tests = [_test(*each.split()) for each in condition.split(" or ")]
     on, sign, text = condition.split(" or ")[0].split()
     flags = add or ((SETTINGS[on].typed(_value(on, text)),) if sign == "=" else ())
     alive = tests[0] if len(tests) == 1 else lambda config: any(test(config) for test in tests)
-    return Dependents((*names.split(),), on, alive, why, flags, **others)
+    return Dependents((*names.split(),), on, alive, why, flags, refused)
 
 
 def _test(on: str, sign: str, text: str) -> Callable[[Config], bool]:

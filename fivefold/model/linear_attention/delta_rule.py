@@ -40,7 +40,8 @@ class DeltaChunks(NamedTuple):
         k: the same.
         v: [N, G, r, C, V].
         rate: [N, G, r, C], 0 where a token does not count.
-        fade: [N, G, r, C], the logarithm of the decay of each token.
+        fade: [N, G, r, C], the logarithm of the decay of each token; or [N, G, C, K], of each
+            feature of its keys.
     """
 
     q: Tensor

@@ -10,7 +10,6 @@ Shapes are those of `delta_rule`, of one value head for each key head.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from fivefold.model.linear_attention.chunks import DocumentChunks
 from fivefold.model.linear_attention.delta_rule import (
+    DeltaChunks,
     StatesMeet,
     corrected,
     learning,
@@ -27,28 +27,13 @@ from fivefold.model.linear_attention.delta_rule import (
 from fivefold.model.linear_attention.recurrence import StateGroup, StateRule, by_chunk
 
 
-class KimiChunks(NamedTuple):
-    """The chunks in the form in which the rule reads them: as `DeltaChunks`, except for the decays.
-
-    Attributes:
-        q, k, v, rate: see there.
-        fade: [N, G, C, K], the logarithms of the decays of each token.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    rate: Tensor
-    fade: Tensor
-
-
 def _chunks(
     mixed_BLGF: Tensor,
     rates_BLGR: Tensor,
     parameters: Sequence[Tensor],
     group: StateGroup,
     of: DocumentChunks,
-) -> KimiChunks:
+) -> DeltaChunks:
     """See `StateRule.chunks`.
 
     Parameters are the taps of the convolution; of each head the logarithm of how fast it forgets;
@@ -60,7 +45,7 @@ def _chunks(
     rate, slow = rates_BLGR.flatten(0, 1).to(wide).split([1, group.key], dim=-1)
     fade_TGK = -decay.exp()[:, None] * F.softplus(slow + bias.view(-1, group.key))
     mixed = mixed_chunks(mixed_BLGF, taps, group, of)
-    return KimiChunks(*mixed, learning(rate, of), by_chunk(fade_TGK, of, 2))
+    return DeltaChunks(*mixed, learning(rate, of), by_chunk(fade_TGK, of, 2))
 
 
 def _walk(chunks: Sequence[Tensor], active: Sequence[int]) -> Tensor:

@@ -14,8 +14,22 @@ from torch import Tensor
 from fivefold.mesh.device import uses_gpu_kernels
 
 
+class _Copies:
+    """Copies of tokens in rows, R of them."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [R, ...]: copy each token to its rows."""
+        y: Tensor = _SpreadFn.apply(x, self)
+        return y
+
+    def collect(self, x: Tensor) -> Tensor:
+        """[R, ...] -> [T, ...]: sum each token's rows, in slot order."""
+        y: Tensor = _CollectFn.apply(x, self)
+        return y
+
+
 @dataclass(frozen=True)
-class Rows:
+class Rows(_Copies):
     """Which slots are rows, and in which order.
 
     Attributes:
@@ -32,16 +46,6 @@ class Rows:
     def tokens_R(self) -> Tensor:
         """The token index of each row."""
         return self.slots_R if self.per_token == 1 else self.slots_R // self.per_token
-
-    def spread(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [R, ...]: copy each token to its rows."""
-        y: Tensor = _SpreadFn.apply(x, self)
-        return y
-
-    def collect(self, x: Tensor) -> Tensor:
-        """[R, ...] -> [T, ...]: sum each token's rows, in slot order."""
-        y: Tensor = _CollectFn.apply(x, self)
-        return y
 
     def spread_values(self, x: Tensor) -> Tensor:
         """`spread`, not differentiable."""
@@ -121,7 +125,7 @@ class _CollectFn(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class PlacedRows:
+class PlacedRows(_Copies):
     """Rows at fixed places of a padded list, so that the host need not know their number.
 
     Attributes:
@@ -131,16 +135,6 @@ class PlacedRows:
 
     places_TS: Tensor
     size: int
-
-    def spread(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [size, ...]: copy each token to its rows."""
-        y: Tensor = _SpreadFn.apply(x, self)
-        return y
-
-    def collect(self, x: Tensor) -> Tensor:
-        """[size, ...] -> [T, ...]: sum each token's rows, in slot order."""
-        y: Tensor = _CollectFn.apply(x, self)
-        return y
 
     def take(self, values_TS: Tensor) -> Tensor:
         """[T, S] -> [size]: the value of each row's slot; 0 at unused places."""
