@@ -387,6 +387,22 @@ def test_layers_that_keep_bf16_are_read_where_others_have_8_bits() -> None:
         assert not {*names} & {*job.values} and "bf16" not in " ".join(job.lost)
 
 
+LOCAL = "--non-persistent-save-interval 20 --non-persistent-local-ckpt-dir /dev/shm/states"
+
+
+def test_states_in_hosts_memory_are_carried_over() -> None:
+    """As Megatron-LM's local checkpoints; those on a file system of all are named."""
+    found = translate(read_job(f"{DENSE} {LOCAL} --non-persistent-ckpt-type local"))
+    assert found.values["non_persistent_save_interval"] == 20
+    assert found.values["non_persistent_local_ckpt_dir"] == "/dev/shm/states"
+    assert "replication_jump" not in found.values
+    twice = f"{LOCAL} --non-persistent-ckpt-type local --replication --replication-jump 8"
+    assert translate(read_job(f"{DENSE} {twice}")).values["replication_jump"] == 8
+    of_all = translate(read_job(f"{DENSE} {LOCAL} --non-persistent-ckpt-type global"))
+    assert "non_persistent_save_interval" not in of_all.values
+    assert "non_persistent_ckpt_type" in of_all.harmless
+
+
 def test_an_embedding_in_fp32_is_named_with_what_becomes_of_it() -> None:
     told = translate(read_job(DENSE + "--bf16 --fp32-residual-connection")).lost
     assert any("fp32_residual_connection" in line and "only the embedding" in line for line in told)

@@ -205,6 +205,11 @@ def of_training(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
     if job["save_retain_interval"]:
         yield from job.same("save_retain_interval")
         yield "keep_latest_k", 1  # beside those, it keeps the latest
+    if job.given.get("non_persistent_ckpt_type") == "local" and job["non_persistent_save_interval"]:
+        job.mention("non_persistent_ckpt_type")
+        yield from job.same("non_persistent_save_interval", "non_persistent_local_ckpt_dir")
+        if job["replication"]:
+            yield from job.same("replication_jump")
 
 
 def of_optimizer(job: MegatronJob, lost: list[str]) -> Named:
@@ -258,6 +263,8 @@ def of_data(job: MegatronJob, lost: list[str]) -> Named:
         yield from job.same("eod_mask_loss")
     job.mention("eod_mask_loss")
     yield from job.same("data_cache_path")
+    if job.given.get("dataloader_type") == "single":  # what it is if nothing is said
+        job.mention("dataloader_type")
     if job["mock_data"]:
         yield "data_path", [MOCK]
     elif job["train_data_path"]:
