@@ -42,7 +42,8 @@ def norm(stage: Stage, name: str, x: Tensor) -> Tensor:
     if stage.model.normalization == "LayerNorm":
         x = x - x.mean(-1, keepdim=True)
     scaled = x * (x.square().mean(-1, keepdim=True) + stage.model.norm_epsilon).rsqrt()
-    scaled = scaled * (stage.model.apply_layernorm_1p + weights[f"{name}.weight"])
+    if stage.model.norm_elementwise_affine:
+        scaled = scaled * (stage.model.apply_layernorm_1p + weights[f"{name}.weight"])
     return scaled + weights[f"{name}.bias"] if f"{name}.bias" in weights else scaled
 
 
@@ -73,20 +74,24 @@ def document_losses(stage: Stage, tokens: Tensor, labels: Tensor, weights: Tenso
     model, length = stage.model, len(tokens)
     place = torch.arange(length)[None]
     batch = Batch(tokens[None], labels[None], place, None, place)
-    weight: Tensor = dict(stage.named_parameters())["embed_tokens.weight"]
+    held = dict(stage.named_parameters())
+    weight: Tensor = held["embed_tokens.weight"]
     table = weight * model.embedding_multiplier
     x = table[tokens]
     if model.position_embedding_type == "learned_absolute":
-        x = x + dict(stage.named_parameters())["embed_positions.weight"][:length]
+        x = x + held["embed_positions.weight"][model.position_embedding_offset :][:length]
+    if model.embed_layernorm:
+        x = norm(stage, "embed_norm", x)
     x = layers(stage, x, [f"layers.{i}" for i in range(model.num_layers)], batch)
     tied = not model.untie_embeddings_and_output_weights
-    output = weight if tied else dict(stage.named_parameters())["lm_head.weight"]
+    output = weight if tied else held["lm_head.weight"]
+    bias = held["lm_head.bias"] if model.lm_head_bias else x.new_zeros(len(output))
     states = [norm(stage, "norm", x)]
     for depth in range(1, model.mtp_num_layers + 1):
         name = "mtp.0" if model.mtp_use_repeated_layer else f"mtp.{depth - 1}"
         following = torch.stack([table[tokens[min(t + depth, length - 1)]] for t in range(length)])
         both = [norm(stage, f"{name}.enorm", following), norm(stage, f"{name}.hnorm", states[-1])]
-        projection = dict(stage.named_parameters())[f"{name}.eh_proj.weight"]
+        projection = held[f"{name}.eh_proj.weight"]
         pattern = model.mtp_hybrid_override_pattern
         names = [f"{name}.layer"]
         if pattern is not None:
@@ -95,7 +100,7 @@ def document_losses(stage: Stage, tokens: Tensor, labels: Tensor, weights: Tenso
         states.append(norm(stage, f"{name}.norm", made))
     losses = [x.new_zeros(()) for _ in states]
     for depth, state in enumerate(states):
-        logits = state @ output.t() / model.logits_scaling
+        logits = state @ output.t() / model.logits_scaling + bias
         if model.final_logit_softcapping is not None:
             cap = model.final_logit_softcapping
             logits = cap * (logits / cap).tanh()

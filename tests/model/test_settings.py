@@ -89,6 +89,8 @@ NUMBERS: dict[str, Any] = {
     "residual_multiplier": 0.3,
     "logits_scaling": 3.0,
     "softmax_scale": 0.3,
+    "clip_qkv": 0.2,
+    "position_embedding_offset": 2,
     "attn_logit_softcapping": 0.8,
     "final_logit_softcapping": 0.8,
     "rotary_seq_len_interpolation_factor": 3.0,
@@ -129,7 +131,10 @@ NUMBERS: dict[str, Any] = {
 }
 KNOWN = {
     "dsa_indexer_use_sparse_loss": ("sparse",),  # of backwards: tests/model/test_indexer.py
-    "add_qkv_bias": ("gpt", "neox", "command", "sinks"),  # with add_bias_linear they have one
+    # With add_bias_linear they have these biases.
+    "add_qkv_bias": ("gpt", "neox", "command", "sinks"),
+    "attention_out_bias": ("gpt", "neox", "command", "sinks"),
+    "mlp_bias": ("gpt", "neox", "command", "sinks"),
     "qk_layernorm": ("latent", "sparse"),  # which are normalised in any case, as its help says
     "attn_temperature_tuning": ("neox", "command"),  # of sequences of 8191 tokens or more
     "use_rope_scaling": (
