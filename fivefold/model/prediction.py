@@ -2,8 +2,9 @@
 
 As DeepSeek-V3 (2024, section 2.2) trains it, in Megatron-LM's form. Depth d >= 1 takes the state of
 depth d - 1 at token t (depth 0 is the output of the model's final norm) and the embedding of token
-t + d, and predicts token t + d + 1 with the model's own output layer. Shapes: D depths, B rows,
-S tokens of a row, T = B * S, H features.
+t + d, and predicts token t + d + 1 with the model's own output layer. That embedding is the
+token's alone: a learned position and the norm of embeddings (`embed_layernorm`) are for the input
+of the first layer. Shapes: D depths, B rows, S tokens of a row, T = B * S, H features.
 """
 
 from collections.abc import Callable, Iterator
