@@ -247,9 +247,7 @@ class Stage(nn.Module):
         assert self.embed_tokens is not None
         x_TH: Tensor = self.embed_tokens(batch.tokens.flatten())
         if self.embed_positions is not None:
-            rows_T = self.shard_tokens(batch.positions.flatten())
-            if (first := self.model.position_embedding_offset) > 0:
-                rows_T = rows_T + first
+            rows_T = _position_rows(self.model, self.shard_tokens(batch.positions.flatten()))
             x_TH = x_TH + self.embed_positions(rows_T)
         x_TH = _dropped_at("embedding", self.embed_norm(x_TH), dropout, self.model.embedded_dropout)
         return as_if_trained(x_TH)
@@ -265,6 +263,12 @@ class Stage(nn.Module):
 def _position_table(model: ModelConfig, parts: StageParts) -> Embedding | None:
     learned = parts.embedding and model.position_embedding_type == "learned_absolute"
     return Embedding(model.position_rows, model.hidden_size) if learned else None
+
+
+def _position_rows(model: ModelConfig, positions_T: Tensor) -> Tensor:
+    """Rows of the table; without an offset the batch's own positions, which backwards share."""
+    first = model.position_embedding_offset
+    return positions_T + first if first else positions_T
 
 
 def _embedding_norm(model: ModelConfig, parts: StageParts) -> nn.Module:
