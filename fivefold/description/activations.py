@@ -136,14 +136,21 @@ def _kept_items(model: ModelConfig, kind: LayerKind, running: Running) -> list[K
 
 
 def embedding_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
-    """Bytes per token that the input embedding keeps, unless it is frozen: token ids, the
-    input of its norm, and a dropout mask."""
+    """Bytes per token that the input embedding keeps, unless it is frozen: token ids, rows
+    of positions that have an offset, the input of its norm, and a dropout mask."""
     if not model.trains_all:
         return {}
     around = model.hidden_size / running.token_parts
     mask = running.mask_bytes * around if model.embedded_dropout else 0.0
     normed = running.element_bytes * around if model.embed_layernorm else 0.0
-    found = {"tokens": 8.0, "embedding_norm": normed, "embedding_dropout": mask}
+    looks_up = model.position_embedding_type == "learned_absolute"
+    rows = 8.0 / running.token_parts if looks_up and model.position_embedding_offset else 0.0
+    found = {
+        "tokens": 8.0,
+        "rows_of_positions": rows,  # others are the batch's own positions
+        "embedding_norm": normed,
+        "embedding_dropout": mask,
+    }
     return {name: Saved(kept=size) for name, size in found.items()}
 
 

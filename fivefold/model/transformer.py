@@ -247,8 +247,10 @@ class Stage(nn.Module):
         assert self.embed_tokens is not None
         x_TH: Tensor = self.embed_tokens(batch.tokens.flatten())
         if self.embed_positions is not None:
-            rows_BS = batch.positions + self.model.position_embedding_offset
-            x_TH = x_TH + self.embed_positions(self.shard_tokens(rows_BS.flatten()))
+            rows_T = self.shard_tokens(batch.positions.flatten())
+            if (first := self.model.position_embedding_offset) > 0:
+                rows_T = rows_T + first
+            x_TH = x_TH + self.embed_positions(rows_T)
         x_TH = _dropped_at("embedding", self.embed_norm(x_TH), dropout, self.model.embedded_dropout)
         return as_if_trained(x_TH)
 

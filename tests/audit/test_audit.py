@@ -279,6 +279,31 @@ def test_the_device_keeps_what_is_not_offloaded(name: str, tmp_path: Path) -> No
     _check(check(config, world), 1, tmp_path)
 
 
+# (ranks, model, settings)
+EMBEDDED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "positions from a later row": (1, {"position_embedding_offset": 2}, {}),
+    "positions from a later row, split": (2, {"position_embedding_offset": 2}, SEQUENCE),
+    "normed": (2, {"embed_layernorm": True, "norm_elementwise_affine": False}, SEQUENCE),
+    "bounded, with biases": (
+        2,
+        {"clip_qkv": 0.5, "add_bias_linear": False, "mlp_bias": True, "lm_head_bias": True},
+        {"pipeline_model_parallel_size": 2},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_embeddings_and_biases_of_one_part_keep_what_theory_says(name: str, tmp_path: Path) -> None:
+    world, changes, settings = EMBEDDED[name]
+    family = FAMILIES["gpt"] | {"untie_embeddings_and_output_weights": True}
+    model = ModelConfig(**SIZES | family | {"mtp_num_layers": 0} | changes)
+    config = Config(model).with_values(
+        precision="fp32", seq_length=16, global_batch_size=4, **settings
+    )
+    _check(check(config, world), 1, tmp_path)
+
+
 # (ranks, family, settings); two further tokens
 PREDICTIONS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "with the head": (1, "gpt", {"hidden_dropout": 0.1}),

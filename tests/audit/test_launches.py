@@ -76,7 +76,7 @@ def test_a_report_tells_what_the_planner_takes_and_what_was_counted(tmp_path: Pa
     slow = Outlook(2.0, (1.0, 3.0), [0.0], host_operation=1.0 / total)
     report = audit("", layout, records, None, slow)
     (note,) = (f.note for f in report.findings if f.name == "launches of the step")
-    assert note.endswith("launches for 1.0 s, 50% of the predicted step")
+    assert note.endswith("launching takes the host 1.0 s, 50% of the predicted step")
     told = {finding.name: finding for finding in report.findings}
     assert told["waits of the host"].measured == 1
     assert told["waits of the host"].note.startswith("1 at train/step_result.py:")

@@ -202,5 +202,5 @@ def test_data_that_has_moved_is_the_same(dataset, tokenizer, write_documents, na
     moved.load_state_dict(state)
     assert moved.consumed_samples == 24
     other = loader(build(tokenizer, write_documents, seed=8, name=name))
-    with pytest.raises(DataError, match="seed: was 7, is 8\n  it goes on"):
+    with pytest.raises(DataError, match="seed: was 7, is 8\n  it resumes"):
         other.load_state_dict(state)
