@@ -20,12 +20,19 @@ PREFIX = "base_model.model."
 """Of the names of all tensors that PEFT saves."""
 _TARGETS = {name: name for name in get_args(LoraTarget)[1:]} | {
     "kv_a_proj_with_mqa": "kv_a_proj",
-    "c_fc": "up_proj",  # of StarCoder2's MLPs
+    "c_fc": "up_proj",  # of StarCoder2's and GPT-Neo's MLPs
     "c_proj": "down_proj",
+    "fc1": "up_proj",  # of Phi-2's, OPT's and nanochat's
+    "fc2": "down_proj",
+    "fc_in": "up_proj",  # of GPT-J's
+    "fc_out": "down_proj",
     "w1": "gate_proj",  # of LFM2
     "w3": "up_proj",
     "w2": "down_proj",
-    "self_attn.out_proj": "o_proj",
+    "self_attn.out_proj": "o_proj",  # without what is before it, linear attention's
+    "attn.out_proj": "o_proj",  # of GPT-J
+    "attention.out_proj": "o_proj",  # of GPT-Neo
+    "dense": "o_proj",  # of Phi-2
     "conv.out_proj": "out_proj",
 }
 """Our name of a linear layer, by how that of transformers ends."""

@@ -123,7 +123,7 @@ def _write_gpt_neo(model: ModelConfig) -> Fields:
         "intermediate_size": model.ffn_size,
         "attention_types": [[[kind], 1] for kind in kinds],
         "attention_layers": kinds,
-        "window_size": windows.written_width(model.widest_window) or 256,
+        "window_size": windows.written_width(model.window_size) or 256,
         "activation_function": gpt_activation_name(model),
         "layer_norm_epsilon": model.norm_epsilon,
         "initializer_range": model.init_method_std,
