@@ -1,11 +1,8 @@
-"""How a process of Fivefold begins and ends, without needless garbage collection. || Importing
-PyTorch makes a million objects that stay. Python searches them a hundred times while they are made,
-and three times when it exits: two of the five seconds of CPU time of a process that does little
-else.
+"""How a process of Fivefold begins and ends, without needless garbage collection.
 
-Importing PyTorch makes a million objects that stay. Python looks through them a hundred times while
-they are made, and three times when it exits: two of the five seconds of CPU time of a process that
-does little else.
+Importing PyTorch makes a million objects that stay. Python searches them a hundred times while they
+are made, and three times when it exits: two of the five seconds of CPU time of a process that does
+little else.
 """
 
 import atexit

@@ -1,10 +1,7 @@
-"""Keeps the state of each rank in the memory of its host, and a copy on another host. || A file
-system in memory, such as /dev/shm, outlives a process that dies; the copy on another host survives
-the loss of a host. These are Megatron-Core's local checkpoints (`--non-persistent-ckpt-type local`)
-with replication.
+"""Keeps the state of each rank in the memory of its host, and a copy on another host.
 
-A file system in memory, such as /dev/shm, keeps what a process that dies had; the copy on another
-host keeps what a host that is lost had. These are Megatron-Core's local checkpoints
+A file system in memory, such as /dev/shm, outlives a process that dies; the copy on another host
+survives the loss of a host. These are Megatron-Core's local checkpoints
 (`--non-persistent-ckpt-type local`) with replication.
 """
 

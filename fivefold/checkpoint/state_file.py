@@ -1,5 +1,4 @@
-"""The file of one rank's state, with a checksum over all of it. || A file system in memory has no
-checksums of its own, and no device reports a bit that changed there.
+"""The file of one rank's state, with a checksum over all of it.
 
 A file system in memory has no checksums of its own, and no device reports a bit that changed there.
 """

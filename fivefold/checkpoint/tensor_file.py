@@ -1,7 +1,6 @@
-"""Writes .safetensors files with the same errors and permissions as any other file. || Their
-library hides the system's error messages, and makes files that only their owner may read.
+"""Writes .safetensors files with the same errors and permissions as any other file.
 
-Their library hides what the system says, and makes files that only their owner may read.
+Their library hides the system's error messages, and makes files that only their owner may read.
 """
 
 import os

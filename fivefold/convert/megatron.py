@@ -1,7 +1,6 @@
-"""Reads Megatron-core's distributed checkpoints (`--ckpt-format torch_dist`). || This does not need
-the package, and unpickles nothing.
+"""Reads Megatron-core's distributed checkpoints (`--ckpt-format torch_dist`).
 
-Neither the package is needed, nor is anything unpickled.
+This does not need the package, and unpickles nothing.
 """
 
 import re

@@ -13,7 +13,7 @@ from fivefold.model.init import init_slice, initial_buffer
 Fill = Callable[[Mapping[str, Piece]], None]
 """Fills pieces of a model's tensors in place, by their names."""
 
-_EXPERTS, _MLP = ".mlp.experts.", ".mlp."
+_EXPERTS, _ROUTER, _MLP = ".mlp.experts.", ".mlp.router.", ".mlp."
 
 
 def upcycled(model: ModelConfig, granularity: int, seed: int, fill_dense: Fill) -> Fill:
@@ -29,15 +29,17 @@ def upcycled(model: ModelConfig, granularity: int, seed: int, fill_dense: Fill) 
         seed: seed of the initial weights.
         fill_dense: fills pieces of `dense_model`.
     """
-    dense = parameter_shapes(dense_model(model, granularity))
+    own, dense = (parameter_shapes(m) for m in (model, dense_model(model, granularity)))
     scale, of_bias = weight_scale(model, granularity), 1 / share_of_chosen(model)
 
     def fill(pieces: Mapping[str, Piece]) -> None:
         experts = {name: piece for name, piece in pieces.items() if _EXPERTS in name}
-        for name, piece in pieces.items():
-            if name not in dense and name not in experts:
-                _fill_router(name, piece, model, granularity, seed)
-        rest = {name: piece for name, piece in pieces.items() if name in dense}
+        rest = {n: p for n, p in pieces.items() if n not in experts and _ROUTER not in n}
+        for name in pieces.keys() - experts.keys() - rest.keys():
+            if name in own:
+                _fill_router(name, pieces[name], model, granularity, seed)
+            else:
+                pieces[name].local.detach().fill_(initial_buffer(name, model))
         for part in range(granularity):  # of which a rank may hold several, all of one tensor
             there = {
                 name: one
@@ -85,11 +87,9 @@ def _repeat(piece: Piece, granularity: int, factor: float) -> None:
 
 
 def _fill_router(name: str, piece: Piece, model: ModelConfig, granularity: int, seed: int) -> None:
-    """Give a router's tensor its initial values; experts of one MLP get the same row."""
-    local = piece.local.detach()
-    if name not in parameter_shapes(model):
-        local.fill_(initial_buffer(name, model))
-    elif local.numel():
+    """Give a router's tensor its initial values, the same row for the experts of each MLP."""
+    if piece.local.numel():
         rows = torch.arange(piece.slices[0].start, piece.slices[0].stop) // granularity
         drawn = slice(int(rows[0]), int(rows[-1]) + 1), *piece.slices[1:]
-        local.copy_(init_slice(name, piece.shape, drawn, model, seed)[rows - rows[0]])
+        values = init_slice(name, piece.shape, drawn, model, seed)[rows - rows[0]]
+        piece.local.detach().copy_(values)

@@ -1,9 +1,7 @@
-"""Runs a step on shapes: floating-point tensors hold nothing, and integers are really computed. ||
+"""Runs a step on shapes: floating-point tensors hold nothing, and integers are really computed.
+
 Integers are small and decide shapes, such as which token goes to which expert. So nothing that
 decides anything is made up, except numbers that other ranks would send, see `Shadow`.
-
-Integers are small, and decide shapes: which token goes to which expert. So nothing of what decides
-anything is made up, but for the numbers that other ranks would send, see `Shadow`.
 """
 
 from collections.abc import Mapping

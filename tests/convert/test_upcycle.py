@@ -40,6 +40,7 @@ EXACT: dict[str, tuple[ModelConfig, int]] = {
     "whole copies": (GATED, 1),
     "one expert a token": (replace(GATED, moe_router_topk=1), 1),
     "some dense layers": (replace(GATED, moe_layer_freq="[0,1,0]"), 1),
+    "numbers of layers": (replace(GATED, layer_scalar=0.75), 1),
     "further predictions": (replace(GATED, mtp_num_layers=1), 1),
     "all experts before the softmax": (
         replace(GATED, moe_router_topk=6, moe_router_pre_softmax=True, activation_func="silu"),
@@ -80,7 +81,7 @@ def both(model: ModelConfig, granularity: int) -> tuple[Stage, Stage]:
     dense, mixture = build(dense_model(model, granularity)), build(model)
     generator = torch.Generator().manual_seed(7)
     for name, tensor in weights_of(dense).items():
-        if name.endswith("bias"):
+        if name.endswith(("bias", "layer_scalar")):
             tensor.normal_(0, 0.3, generator=generator)
     for tensor in weights_of(mixture).values():
         tensor.fill_(float("nan"))

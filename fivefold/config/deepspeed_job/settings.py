@@ -1,9 +1,7 @@
-"""Translates DeepSpeed's settings. || Settings without a counterpart are named, never dropped
-silently. The model and the training loop, which are code in DeepSpeed, come from elsewhere: the
-model from its name; the rest is reported.
+"""Translates DeepSpeed's settings.
 
-What a job has and Fivefold has not is named, never left out without a word. What is code there, the
-model and the loop that trains it, comes from elsewhere: the model from its name, the rest is told.
+Settings without a counterpart are named, never dropped silently. The model and the training loop,
+which are code in DeepSpeed, come from elsewhere: the model from its name; the rest is reported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,10 +1,7 @@
-"""Translates the arguments of a Megatron-LM job into settings. || Arguments that are not given have
-Megatron-LM's defaults, so that model, data and learning rate are those of the job. What has no
-counterpart in Fivefold is named, never dropped silently.
+"""Translates the arguments of a Megatron-LM job into settings.
 
-Arguments that are not given have Megatron-LM's defaults, so that the model, its data and its
-learning rate are those of the job. What a job has and Fivefold has not is named, never left out
-without a word.
+Arguments that are not given have Megatron-LM's defaults, so that model, data and learning rate are
+those of the job. What has no counterpart in Fivefold is named, never dropped silently.
 """
 
 from fivefold.config.flags import IDLE_SWITCHES

@@ -29,10 +29,6 @@ def check_upcycling(config: Config, mistakes: Mistakes) -> None:
             flag = flag_of(name)
             without = f"--no-{flag.removeprefix('--')}" if value is True else f"{flag} none"
             mistakes.add(f"moe_use_upcycling and {name}: {why}", works=[without, off])
-    if model.activation_func == "xielu":
-        mistakes.add(
-            "moe_use_upcycling: experts of xielu would each bend in another way", works=[off]
-        )
     if config.checkpoint.load_adapter is not None:
         mistakes.add(
             "moe_use_upcycling and load_adapter: an adapter of the dense model fits no expert",

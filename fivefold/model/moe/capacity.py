@@ -1,8 +1,7 @@
-"""Decides which tokens are kept where capacity is limited, of each expert or of each rank that
-holds some. || Shapes: T tokens of this rank, E experts, g neighbouring experts that share their
-capacity.
+"""Decides which tokens are kept where the capacity of an expert, or of a rank with experts, is
+limited.
 
-Shapes: T tokens of this rank, E experts, g experts next to each other that share their room.
+Shapes: T tokens of this rank, E experts, g neighbouring experts that share their capacity.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,7 @@
-"""Collects Python's garbage when the run says so. || Left to itself, each rank's interpreter
-collects at a time of its own, for tens of milliseconds in which all other ranks wait; together they
-wait once.
+"""Collects Python's garbage when the run says so.
 
-Each rank's interpreter collects when it likes, for tens of milliseconds, in which all other ranks
-wait for it; together they wait once.
+Left to itself, each rank's interpreter collects at a time of its own, for tens of milliseconds in
+which all other ranks wait; together they wait once.
 """
 
 import gc
