@@ -79,9 +79,9 @@ def continues(name: str, rows: list[list[int]], drawn: Callable[[], list[int]]) 
 
 @pytest.mark.parametrize("model", chosen(ALL, *(set(ALL) - AGAIN)))
 def test_each_row_is_continued_as_if_alone(model: str) -> None:
-    """One token, a row that grows beyond the window, and one that is beyond it."""
+    """With padding before two of the rows, and after three tokens beyond the window."""
     random, size = Random(model), ALL[model].vocab_size
-    rows = [[random.randrange(size) for _ in range(n)] for n in (1, WINDOW - 2, WINDOW + 2)]
+    rows = [[random.randrange(size) for _ in range(n)] for n in (1, 5, WINDOW - 2)]
     continues(model, rows, lambda: [random.randrange(size) for _ in rows])
 
 
