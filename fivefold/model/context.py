@@ -55,7 +55,7 @@ class Context:
         documents: documents as layers with linear attention walk through them; None: no such layer.
         temperature: factors of queries by position, [B, S, 1, 1]; None: all 1.
         shift: by how much the numbers of layers are higher than those of the first ones that have
-            their weights, in further predictions that share them.
+            their weights, in MTP modules that share them.
         noted: is told losses of layers in their backwards.
     """
 

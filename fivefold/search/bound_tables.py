@@ -39,7 +39,7 @@ Values = NDArray[np.float64]
 LAYERS = range(8)
 PREDICTION, EMBEDDING, HEAD = range(8, 11)
 """Kinds of modules in a pipeline stage: the model's kinds of layers in order of appearance (at most
-eight), a further prediction with all its layers, the embedding, the head."""
+eight), an MTP module with all its layers, the embedding, the head."""
 KINDS = 11
 
 

@@ -48,7 +48,7 @@ class ReferenceStep:
         loss: mean loss over the valid tokens.
         norm: gradient norm before clipping.
         evaluation: loss of batch EVALUATION with the updated weights, without dropout.
-        further: mean losses of further predictions, by name.
+        further: mean losses of multi-token prediction, by name.
         losses: summed loss of each microbatch, [microbatches].
         loads: tokens that chose each expert, [layers with experts, microbatches, experts].
         grads: gradients by global name, before clipping.
@@ -216,7 +216,7 @@ def _master(config: Config, dtype: torch.dtype) -> Stage:
 
 
 def batches_of(config: Config, samples: Sequence[Microbatch], step: int) -> list[Batch]:
-    """Microbatches as model inputs, with the tokens and labels of further predictions."""
+    """Microbatches as model inputs, with the tokens and labels of multi-token prediction."""
     return [as_batch(sample, step, config.model.mtp_num_layers) for sample in samples]
 
 
@@ -234,7 +234,7 @@ def gradients(
 
     Args:
         model: plain model.
-        batches: microbatches, with D further predictions.
+        batches: microbatches, with D further tokens.
         tokens: for each of the 1 + D depths, the number that its loss is divided by.
         routing: receives the tokens of each expert in each microbatch, by layer.
         narrow: whether gradients are summed in their own type, not in fp32 at least.

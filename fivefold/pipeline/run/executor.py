@@ -101,7 +101,7 @@ class Executor:
                 other, as many slices as the program has.
             scale: scale by which each microbatch's summed loss is multiplied: one over the number
                 of valid tokens of the global batch; on the device, a scalar, or [1 + D] where the
-                batches ask for D further predictions, one for the loss of each depth.
+                batches ask for D further tokens, one for the loss of each depth.
 
         Returns:
             This rank's sums. Gradients are on the parameters, reductions started.
