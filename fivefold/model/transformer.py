@@ -276,7 +276,7 @@ def _embedding_norm(model: ModelConfig, parts: StageParts) -> nn.Module:
     return make_norm(model) if normed else nn.Identity()
 
 
-def taught(stage: Stage) -> list[Router | Indexer]:
+def with_own_losses(stage: Stage) -> list[Router | Indexer]:
     """Modules of a stage that have losses of their own, which are means over the global batch."""
     return [module for module in stage.modules() if isinstance(module, Router | Indexer)]
 

@@ -25,7 +25,7 @@ from fivefold.model.eight_bit.rules import ScaledLayer, delayed_linears
 from fivefold.model.init import initialise
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.prediction import valid_by_depth
-from fivefold.model.transformer import Stage, taught
+from fivefold.model.transformer import Stage, with_own_losses
 from fivefold.train.batches import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
 from fivefold.verify.choices import ChoiceRecorder, Choices, follow
@@ -74,7 +74,7 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
     """The whole model without parallelism, with parameters in `dtype`."""
     training = config.training
     model = Stage(config.model, training=training, experts=config.experts)
-    for module in taught(model):
+    for module in with_own_losses(model):
         module.begin_step(training.global_batch_size)
     stand_in(model, config)
     products = eight_bit(training, dtype)
@@ -243,7 +243,7 @@ def gradients(
         scale: factor of the objective while gradients are made, which are then divided by it.
     """
     model.zero_grad()
-    for module in taught(model):
+    for module in with_own_losses(model):
         module.begin_step(module.global_batch_size)
         module.loss_scale = torch.tensor(scale)
     count = torch.tensor(tokens).clamp_min(1)
