@@ -74,7 +74,7 @@ class Stage(nn.Module):
         shard_tokens: seam that takes this rank's part of per-token values [T], as of residuals.
         fuses_rope, fuses_dropout: as in `model.fusions`.
         noted: losses of layers that their backwards came to know, for each that has ended.
-        z_sums: of the latest losses, the parts that are z-loss; empty without it.
+        z_sums: parts of the latest losses that are z-loss; empty without it.
     """
 
     embed_tokens: Embedding | None

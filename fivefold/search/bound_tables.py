@@ -333,7 +333,7 @@ def affine(
     messages.
 
     Args:
-        seconds: those of a group of a size, whose ranks lie so far apart, for a number of bytes.
+        seconds: (ranks, their distance, bytes) -> seconds of the collective in one such group.
         size: ranks of each group.
         stride: distance of these ranks.
     """

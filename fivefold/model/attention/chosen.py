@@ -149,7 +149,7 @@ class _Some:
     Attributes:
         rows, keys: where the queries are, and the tokens that they chose among.
         indexed: scores of the indexer; None: all tokens are chosen.
-        places: of the chosen tokens among these, [B, q, K].
+        places: places of the chosen tokens among these, [B, q, K].
         q: queries, [B, q, N, D].
         absorbed: the same of latents, times the factor of scores, [B, q, N, C + R].
         latents: [B, q, K, C + R].

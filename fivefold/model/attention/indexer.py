@@ -62,7 +62,7 @@ class Indexer(LayerBlock):
         Args:
             x_TH: hidden states of this rank's tokens.
             query_TQ: what attention's queries are projected from.
-            context: of the microbatch.
+            context: context of the microbatch.
         """
         heads, turned = self.model.indexer.heads, context.rotary[False]
         x_TH, query_TQ = x_TH.detach(), query_TQ.detach()

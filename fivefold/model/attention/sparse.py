@@ -31,12 +31,12 @@ class IndexerTraining:
     """Settings of an indexer's training.
 
     Attributes:
-        weight: of each query's divergence in the loss.
+        weight: factor of each query's divergence in the loss.
         sparse: whether it is of the chosen tokens alone.
         loss_scale: factor of the loss in its gradients, scalar; None: 1.
         heads: heads of attention, on all ranks.
         summed: sums over the ranks that split them.
-        noted: is told this microbatch's loss in its backward.
+        noted: receives this microbatch's loss in its backward.
     """
 
     weight: float
@@ -108,7 +108,7 @@ def sparse_attention(
         k_BLND: keys.
         v_BLND: values.
         index: chooses among the tokens that are not behind a query, in its document.
-        documents: those of the keys; None: every row is one.
+        documents: documents of the keys; None: every row is one.
         scale: factor of q k^T.
     """
     tensors = q_BSND, k_BLND, v_BLND, index.q_BSID, index.k_BLD, index.w_BSI
@@ -140,7 +140,7 @@ class View:
 
         Args:
             rows: B.
-            numbers: of a query, that are held at once, by the number of keys.
+            numbers: number of keys -> numbers that are held at once for a query.
         """
         for span in pieces(rows, numbers(num_tokens(self.keys)), self.queries):
             segment = next(self.sight.segments(span))
