@@ -42,7 +42,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "eval": "compute the loss of a checkpoint over validation sets, in any layout",
         "sample": "continue a prompt with a trained model",
         "convert": "convert weights between runs and Hugging Face, Megatron-core or PEFT",
-        "translate": "translate a job of Megatron-LM, DeepSpeed or torchtitan into a recipe",
+        "translate": "turn a job of Megatron-LM, DeepSpeed, Accelerate or torchtitan into a recipe",
         "data": "tokenise a recipe's corpus and count its tokens",
         "doctor": "show what this machine can do",
         "completion": "let bash, zsh or fish complete commands, flags and recipes",
@@ -57,7 +57,8 @@ MEANT_VERBS = {
         ("convert", "export import merge merge-weights"),
         (
             "translate",
-            "from-megatron megatron from-deepspeed deepspeed from-torchtitan torchtitan port",
+            "from-megatron megatron from-deepspeed deepspeed accelerate from-torchtitan torchtitan "
+            "port",
         ),
         ("data", "tokenize tokenise preprocess preprocess-data prepare prepare-data"),
         ("plan", "estimate estimate-memory memory search"),

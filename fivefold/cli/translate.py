@@ -1,9 +1,9 @@
-"""`fivefold translate`: turn a job of Megatron-LM, DeepSpeed or torchtitan into a recipe."""
+"""`fivefold translate`: turn a job of another trainer into a recipe."""
 
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 from pathlib import Path
@@ -13,6 +13,9 @@ from typing import TextIO
 
 from fivefold.check import check
 from fivefold.cli.style import paint
+from fivefold.config.accelerate_job.file import is_text_of_accelerate
+from fivefold.config.accelerate_job.file import read_file as read_accelerate
+from fivefold.config.accelerate_job.settings import translate as translate_accelerate
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.deepspeed_job.file import read_file
 from fivefold.config.deepspeed_job.settings import translate as translate_file
@@ -36,7 +39,8 @@ from fivefold.units import several
 
 @dataclass(frozen=True)
 class Options:
-    """Translate a job of Megatron-LM or torchtitan, or DeepSpeed's JSON settings, into a recipe.
+    """Translate a job of Megatron-LM or torchtitan, or settings of DeepSpeed or Accelerate, into a
+    recipe.
 
     The recipe has the same model, layout, batch, learning rates and data. Missing arguments get
     that trainer's defaults. Arguments without a counterpart are printed, and written into the
@@ -46,7 +50,7 @@ class Options:
     source: str = argument(
         "Megatron-LM: the job's script, command line, log or checkpoint, - for input; torchtitan: "
         "its TOML file, script, command line, log or saved settings; DeepSpeed: its JSON file, "
-        "with --model"
+        "Accelerate: its YAML file, both with --model"
     )
     target: str | None = argument("recipe to write (default: print it)", None)
     vocab_size: Count | None = option(
@@ -59,13 +63,13 @@ class Options:
     )
     model: str | None = option(
         None,
-        "DeepSpeed, whose files name no model, or torchtitan: preset, hub name, or path of a "
-        "config.json (default: torchtitan's own)",
+        "DeepSpeed and Accelerate, whose files name no model, or torchtitan: preset, hub name, or "
+        "path of a config.json (default: torchtitan's own)",
     )
     nproc: Count | None = option(
         None,
-        "DeepSpeed, torchtitan: number of ranks (default: derived from batch sizes, or degrees and "
-        "launcher)",
+        "DeepSpeed, Accelerate, torchtitan: number of ranks (default: derived from batch sizes, or "
+        "degrees and launcher)",
     )
 
 
@@ -116,6 +120,9 @@ def _translated(options: Options) -> Translation:
     if (saved := saved_settings(text)) is not None:
         _check_unasked(options, "vocab_size", "script_arguments")
         return _of_torchtitan(job_of_saved(saved), options)
+    if is_text_of_accelerate(text):
+        _check_unasked(options, "vocab_size", "script_arguments")
+        return _of_accelerate(text, options, path)
     if text.lstrip().startswith("{"):
         _check_unasked(options, "vocab_size", "script_arguments")
         return _of_deepspeed(text, options)
@@ -134,14 +141,33 @@ def _of_torchtitan(job: TitanJob, options: Options) -> Translation:
 
 
 def _of_deepspeed(text: str, options: Options) -> Translation:
+    return _with_model(options, "DeepSpeed", lambda: translate_file(read_file(text), options.nproc))
+
+
+def _of_accelerate(text: str, options: Options, path: Path) -> Translation:
+    def read(name: str) -> str:
+        """A file that the settings name, beside them or, as for Accelerate, from here."""
+        beside = path.parent / name
+        there = beside if options.source != "-" and beside.is_file() else Path(name)
+        return read_text(there, ConfigError)
+
+    return _with_model(
+        options,
+        "Accelerate",
+        lambda: translate_accelerate(read_accelerate(text), options.nproc, read),
+    )
+
+
+def _with_model(options: Options, trainer: str, make: Callable[[], Translation]) -> Translation:
+    """The translation of settings that come without a model."""
     mistakes = Mistakes()
     if options.model is None:
         mistakes.add(
-            "a file of DeepSpeed does not say which model it trains",
+            f"a file of {trainer} does not say which model it trains",
             works=["--model FOLDER, with its config.json", "--model llama3-8b"],
         )
     with mistakes.collecting():
-        found = translate_file(read_file(text), options.nproc)
+        found = make()
     mistakes.raise_if_any()
     return replace(found, values={"model": options.model} | found.values)
 

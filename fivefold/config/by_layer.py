@@ -157,11 +157,10 @@ class ByLayer(Architecture):
 
     def rotates(self, layer: int) -> bool:
         """Whether RoPE turns queries and keys of a layer."""
-        if not self.is_softmax(layer):
+        if self.position_embedding_type != "rope" or not self.is_softmax(layer):
             return False
-        if self.no_rope_freq is None:
-            return self.position_embedding_type == "rope"
-        return not self._at(layer, "no_rope_freq", self.no_rope_freq)
+        freq = self.no_rope_freq
+        return freq is None or not self._at(layer, "no_rope_freq", freq)
 
     def tempers(self, layer: int) -> bool:
         """Whether a layer multiplies queries by factors that depend on their positions."""

@@ -172,7 +172,7 @@ _NEMOTRON_H_56B = replace(
     hybrid_override_pattern="M-M-M-M*" + 9 * "-M-M-M-M-M*" + "-M-M-M-M-M-", mamba_num_heads=256,
     mamba_state_dim=256)
 _NEMOTRON_3_NANO = replace(
-    _NEMOTRON_H_8B, hidden_size=2688, num_query_groups=2, ffn_hidden_size=1856,
+    _NEMOTRON_H_8B, hidden_size=2688, num_query_groups=2, ffn_hidden_size=None,
     max_position_embeddings=262144,
     hybrid_override_pattern="MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*EMEMEMEME", mamba_num_heads=64,
     num_experts=128, moe_router_topk=6, moe_router_score_function="sigmoid",
@@ -363,7 +363,7 @@ PRESETS: Mapping[str, ModelConfig] = {
     "nemotron-h-56b": _NEMOTRON_H_56B,
     "nemotron-3-nano-30b-a3b": _NEMOTRON_3_NANO,
     "nemotron-3-super-120b-a12b": replace(
-        _NEMOTRON_3_NANO, num_layers=88, hidden_size=4096, ffn_hidden_size=2688,
+        _NEMOTRON_3_NANO, num_layers=88, hidden_size=4096,
         hybrid_override_pattern="MEMEMEM*" + 2 * "EMEMEMEM*" + 4 * "EMEMEMEMEM*" +
         "EMEMEMEM*EMEMEMEME", mamba_num_heads=128, num_experts=512, moe_router_topk=22,
         moe_router_topk_scaling_factor=5.0, moe_ffn_hidden_size=2688, moe_latent_size=1024,

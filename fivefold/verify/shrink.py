@@ -7,6 +7,7 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.dependence import without_orphans
+from fivefold.config.rules.layer_dependents import DECIDES
 from fivefold.data_parallel.rules import keeps_blocks
 from fivefold.description.shape import count_parameters
 from fivefold.errors import ConfigError
@@ -41,6 +42,7 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
     size = count_parameters(config.model).total
     if size > LARGEST_MODEL:
         config = narrower(layout, shallower(layout, config))
+        config, _ = without_orphans(config, (), deciding=DECIDES)  # it has set sizes of all kinds
         now = config.model
         changes.append(
             f"{human_count(size)} parameters -> {human_count(count_parameters(now).total)}: "

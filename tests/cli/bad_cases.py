@@ -290,6 +290,26 @@ VALUES = [
         "works: --moe-router-num-groups none",
     ),
     layout(
+        "settings of mixers that no layer has",
+        "--hybrid-override-pattern MMMM --window-size 8 --add-qkv-bias --mamba-num-groups 2",
+        "window_size = 8 has no effect: it is for layers with attention to a window, and "
+        "hybrid_override_pattern is MMMM\n  works: --window-size none\n",
+        "add_qkv_bias = true has no effect",
+        "num_query_groups = 2 of the recipe is left out",
+    ),
+    layout(
+        "a window where layers have states",
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+        "--window-size 8 --window-attn-skip-freq 2 --no-rope-freq 1",
+        "no_rope_freq '1' leaves all layers with attention without positions",
+    ),
+    layout(
+        "no layer without positions",
+        "--no-rope-freq 5",
+        "no_rope_freq = 5 has no effect: it is for layers with attention, but no rotary positions, "
+        "and num_layers is 4\n  works: --no-rope-freq none\n",
+    ),
+    layout(
         "targets of nothing",
         "--lora-target-modules q_proj o_proj",
         "lora_target_modules = q_proj o_proj has no effect",

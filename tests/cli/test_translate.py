@@ -42,6 +42,20 @@ def test_a_recipe_and_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert tomllib.loads(translated(job, capsys)[0]) == tomllib.loads(out)
 
 
+def test_what_a_job_says_of_mixers_that_its_layers_lack_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron-LM ignores it, and has dropout of attention wherever no job says otherwise."""
+    states = "--hybrid-override-pattern MMMM --is-hybrid-model --mamba-num-groups 2 "
+    more = "--qk-layernorm --window-size 8,0 --squared-relu --ffn-hidden-size 128"
+    (tmp_path / "job.sh").write_text(f"{DENSE} {states} {more}")
+    out, err = translated(tmp_path / "job.sh", capsys)
+    assert "refused here" not in err, err
+    idle = err.partition("without effect here\n")[2]
+    for name in ("qk_layernorm", "window_size", "attention_dropout", "activation_func"):
+        assert name in idle and f"\n{name} = " not in out
+
+
 FITS = (
     *("--context-parallel-size 2", "--num-experts 8", "--exit-interval 40", "--fp8-format hybrid"),
     *("--iterations-to-skip 5 7", "--embedding-init-method-std 1.0", "--disable-bias-linear"),

@@ -111,8 +111,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "moe_aux_loss_coeff": ((0.1,),),
     "window_attn_skip_freq": ("2",),
     "no_rope_freq": ("2",),
-    "linear_attention_freq": ("2",),
-    "hybrid_override_pattern": ("M-*M",),
+    "linear_attention_freq": ("2", "[0,1,0,1]"),
+    "hybrid_override_pattern": ("M-*M", "MMMM"),
     "mamba_num_heads": (4,),
     "mtp_hybrid_override_pattern": ("*-",),
     "attention_chunk_size": (8,),
@@ -446,31 +446,57 @@ def test_what_hangs_on_a_degree_goes_with_it_unless_it_was_given_by_hand(
         assert any(name in said or SETTINGS[name].flag in said for name in dependents), said
 
 
+WINDOWS: dict[str, Any] = {"window_size": 8, "window_attn_skip_freq": "[0,1,0,1]"}
+BESIDE: tuple[dict[str, Any], ...] = (
+    {},
+    {"window_attn_skip_freq": "2"},
+    {"window_size": 8},
+    {"window_size": 8, "window_attn_skip_freq": "2"},
+    WINDOWS,
+    WINDOWS
+    | {"num_query_groups_local": 2, "kv_channels_local": 16, "softmax_type_local": "vanilla"},
+    {"no_rope_freq": "2"},
+    {"no_rope_freq": "3"},
+)
+"""What may have to be set for a setting to hang on another one: the first that does."""
+
+
 def test_other_settings_of_a_recipe_go_with_what_they_are_for() -> None:
     """A flag that turns a part off leaves out what the recipe says of it, and only that."""
     steps = BASE.with_values(train_iters=SETTINGS["train_iters"].default)
     for of in DEPENDENTS:
         if of.on in WORLD or of.on == "tokenizer_model":
             continue
-        base = steps.with_values(train_samples=64) if of.on == "lr_warmup_samples" else steps
-        alive, dead = two_values(of, base)
         name = of.names[0]
-        config = base.with_values(**{of.on: dead, name: values_of(SETTINGS[name])[0]})
+        base = steps.with_values(train_samples=64) if of.on == "lr_warmup_samples" else steps
+        given = {name: values_of(SETTINGS[name])[0]}
+        living, alive, dead = two_values(of, base.with_values(**given))
+        config = living.with_values(**{of.on: dead})
+        without = config.with_values(**{name: SETTINGS[name].default})
+        also, others = without_orphans(without, {of.on})
         kept, left_out = without_orphans(config, {of.on})
-        assert [orphan.name for orphan in left_out] == [name]
-        assert kept == base.with_values(**{of.on: dead})
-        assert without_orphans(config, {of.on, name}) == (config, [])
+        assert {o.name for o in left_out} == {name, *(o.name for o in others)}
+        assert kept == also
+        assert name not in [o.name for o in without_orphans(config, {of.on, name})[1]]
         assert without_orphans(config, set()) == (config, [])
-        assert without_orphans(config.with_values(**{of.on: alive}), {of.on})[1] == []
+        left_out = without_orphans(living.with_values(**{of.on: alive}), {of.on})[1]
+        assert name not in [orphan.name for orphan in left_out]
 
 
-def two_values(of: Dependents, base: Config = BASE) -> tuple[Any, Any]:
-    """A value of the setting that others hang on with which they live, and one without."""
+def two_values(of: Dependents, config: Config) -> tuple[Config, Any, Any]:
+    """A configuration, a value of the setting that others hang on with which they live in it, and
+    one without."""
     setting = SETTINGS[of.on]
     tried = [*values_of(setting), setting.default, *setting.choices, 1, 0, True, None, 4]
+    if setting.kind is str:
+        tried = [value for value in tried if not isinstance(value, int)]
     fitting = [v for v in tried if v is not None or setting.optional]
-    living = [of.alive(base.with_values(**{of.on: value})) for value in fitting]
-    return fitting[living.index(True)], fitting[living.index(False)]
+    for beside in BESIDE:
+        base = config.with_values(**beside)
+        living = [bool(of.alive(base.with_values(**{of.on: value}))) for value in fitting]
+        if len({*living}) == 2:
+            return base, fitting[living.index(True)], fitting[living.index(False)]
+    raise AssertionError(f"{of.names} hang on no value of {of.on}")
 
 
 def test_exemptions_are_of_settings_that_need_one() -> None:

@@ -3,9 +3,12 @@
 import re
 from pathlib import Path
 
+from fivefold.config.config import Config
+from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.huggingface.lacking import LACKING
 from fivefold.config.huggingface.multimodal import MULTIMODAL, TEXTS
+from fivefold.config.rules.dependence import orphans
 from tests.config.families import CASES
 from tests.config.multimodal import TINY as TINY_MULTIMODAL
 
@@ -27,6 +30,13 @@ def test_each_family_is_the_class_that_transformers_has_for_it() -> None:
 
 _UNLISTED = {"kimi_k2": "DeepseekV3ForCausalLM", "mistral4": "Mistral4ForCausalLM"}
 """Of transformers' classes, those that its list by family has not."""
+
+
+def test_what_files_say_of_layers_that_a_model_lacks_is_left_out() -> None:
+    """A file has sizes of all kinds of layers; settings without effect would be refused."""
+    mixers = ({"hybrid_override_pattern": letters} for letters in ("MM", "M-ME", "ME*"))
+    for fields in (*CASES.values(), *(CASES["nemotron_h"] | more for more in mixers)):
+        assert not [orphan.shown for orphan in orphans(Config(from_hf_config(fields)))], fields
 
 
 def test_what_is_not_read_is_of_transformers() -> None:

@@ -59,6 +59,19 @@ CASES: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
         "tensorwise",
         named(ep=2, strategy="optim_grads", replicas=2),
     ),
+    "half of the optimizer on the host": (
+        2,
+        WIDE,
+        "blockwise",
+        flags(strategy="optim")
+        | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+    ),
+    "experts, optimizer on the host": (
+        4,
+        MIXED,
+        "delayed",
+        named(ep=2, strategy=ZERO3) | {"fp8_amax_history_len": 2, "optimizer_cpu_offload": True},
+    ),
     "deferred, kept in a node": (
         8,
         WIDE,
@@ -84,7 +97,7 @@ def _trained(rank: int, world: int, case: str, gathers: bool) -> tuple[list[floa
     for step in range(2):
         result = engine.step(own_batch(engine, step))
         found += [result.loss, result.grad_norm]
-    weights = {name: local_tensor(p).numpy().copy() for name, p in engine.parameters.items()}
+    weights = {n: local_tensor(p).float().numpy().copy() for n, p in engine.parameters.items()}
     for stage in engine.model.gradients.values():
         stage.before_run(trains=True)
         stage.unshard()
@@ -97,7 +110,7 @@ def _trained(rank: int, world: int, case: str, gathers: bool) -> tuple[list[floa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    chosen(CASES, "deferred, kept in a node"),
+    chosen(CASES, "deferred, kept in a node", "half of the optimizer on the host"),
 )
 def test_steps_are_the_same_to_the_bit(case: str) -> None:
     world = CASES[case][0]
@@ -150,7 +163,8 @@ def test_what_could_not_be_gathered_in_8_bits_is_refused() -> None:
     assert "works: --no-zero-quantized-weights | --no-fp8-param-gather" in both
     early = flags(strategy="optim") | {"overlap_param_gather_with_optimizer_step": True}
     assert "--no-overlap-param-gather-with-optimizer-step" in _refusal(2, llama, **early)
-    assert "--no-optimizer-cpu-offload" in _refusal(2, llama, **sharded, optimizer_cpu_offload=True)
+    off = {"optimizer_cpu_offload": True, "param_cpu_offload": True}
+    assert "--no-param-cpu-offload" in _refusal(2, llama, **sharded, **off)
     assert "--no-compile" in _refusal(2, llama, **sharded, compile=True)
     heads = replace(llama, num_query_groups=1)
     split = flags(tp=2, sequence=True, strategy=ZERO3)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from fivefold.check import check
-from fivefold.config.config import Config
+from fivefold.config.config import SETTINGS, Config
 from fivefold.config.model import ModelConfig
+from fivefold.config.rules.dependence import without_orphans
+from fivefold.config.rules.layer_dependents import DECIDES, KINDS
 from fivefold.config.settings import Setting, settings_of
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
@@ -19,7 +22,9 @@ from tests.model.models import (
     CHUNKED,
     COMMAND,
     CONVOLVING,
+    DELTA,
     GPT,
+    HYBRID,
     LATENT,
     LONG,
     NEOX,
@@ -101,6 +106,8 @@ NUMBERS: dict[str, Any] = {
     "attn_scale": 0.5,
     "floor_scale": 2,
     "num_query_groups": 1,
+    "ffn_hidden_size": 28,
+    "attention_dropout": 0.4,
     "moe_router_num_groups": 2,
     "moe_router_group_topk": 1,
     "moe_router_group_scores": 2,
@@ -202,3 +209,64 @@ def test_no_setting_of_the_model_is_ignored(family: str) -> None:
             ignored.append(name)
     known = {name for name, families in KNOWN.items() if family.startswith(families)}
     assert set(ignored) <= known
+
+
+OF_LAYERS = sorted({n for kind in KINDS for n in kind.names if _values(SETTINGS[n])})
+# Of contexts beyond 4096 tokens, or the same in other words: a list of windows where layers have
+# states, a softmax as others have it.
+ALIKE = {"use_rope_scaling", "rope_type", "window_attn_skip_freq", "softmax_type_local"}
+STATES = replace(DELTA, **UNSCALED, window_size=2, linear_attention_freq="[1,0,1]")
+
+
+def _hybrid(others: str, random: Random) -> ModelConfig:
+    """A model with Mamba-2 and these mixers, some perhaps in a further prediction alone, and
+    without the settings of layers that it lacks."""
+    first, further = "M", ""
+    for letter in others:
+        if random.random() < 0.3:
+            further += letter
+        else:
+            first += letter
+    first = "".join(random.sample(first + random.choice(first), k=len(first) + 1))
+    predicts = {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": further}
+    model = replace(HYBRID, **UNSCALED, **(EXPERTS if "E" in others else {}))
+    model = replace(model, num_layers=len(first), hybrid_override_pattern=first)
+    return _usable(replace(model, **predicts if further else {}))
+
+
+def _usable(model: ModelConfig) -> ModelConfig:
+    return without_orphans(Config(model), (), deciding=DECIDES)[0].model
+
+
+def _refusal(model: ModelConfig) -> str:
+    try:
+        _layout(model)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("draws", [6, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "layers", ["", "*", "-", "E", "*-", "*E", "-E", "[0,1,1]", "[1,1,0]", "[1,0,1]"]
+)
+def test_settings_of_layers_that_a_model_lacks_are_refused(layers: str, draws: int) -> None:
+    """Neither more nor fewer: models with drawn mixers, or with windows and positions where layers
+    have states, are built with each drawn setting, whether it is refused or not."""
+    random = Random(f"{layers} {draws}")
+    model = replace(STATES, window_attn_skip_freq=layers) if "," in layers else None
+    model = _hybrid(layers, random) if model is None else _usable(model)
+    assert not _refusal(model), _refusal(model)
+    before = _made(model)
+    for _ in range(draws):
+        name = random.choice(OF_LAYERS)
+        value = random.choice(_values(SETTINGS[name]))
+        other, default = replace(model, **{name: value}), SETTINGS[name].default
+        told = _refusal(other)
+        idle = f"{name} = {SETTINGS[name].words(value)} has no effect: it is for layers with"
+        if (told and idle not in told) or value in (default, getattr(model, name)):
+            continue
+        made = _made(other)
+        same = [a.shape for a in made] == [b.shape for b in before]
+        same = same and all(torch.equal(a, b) for a, b in zip(made, before, strict=True))
+        assert same == bool(told) or (name in ALIKE and not told), (model, name, value, told)

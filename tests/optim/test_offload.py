@@ -42,6 +42,7 @@ ROUNDED |= {"exp_avg_sq_dtype": "bf16"}
 EIGHT = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
 LONG_ROWS = replace(LLAMA, ffn_hidden_size=160)  # a block with a scale, and a part of one
 BUCKET = 800  # elements, so that several buckets share a room and matrices are cut
+GATHERED = {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True}
 OFF = {"strategy": "optim_grads_params", "param_cpu_offload": True}
 
 
@@ -197,6 +198,16 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
             "pipeline_schedule": "dualpipe",
         },
     ),
+    "gathered in 8 bits, ZeRO-1, half": (
+        2,
+        LLAMA,
+        {"strategy": ZERO1, "optimizer_offload_fraction": 0.5, **GATHERED},
+    ),
+    "gathered in 8 bits, experts, uneven shards": (
+        4,
+        MIXTURE,
+        {"strategy": ZERO3, "ep": 2, **GATHERED, "fp8_recipe": "delayed"},
+    ),
 }
 
 
@@ -208,6 +219,7 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
         "ZeRO-1, half",
         "moments in 8 bits, ZeRO-3",
         "weights off the device, one rank",
+        "gathered in 8 bits, ZeRO-1, half",
     ),
 )
 def test_every_layout_trains_to_the_same_bits(pool: Pool, case: str, tmp_path: Path) -> None:
@@ -269,14 +281,20 @@ def _halfway(*states: dict[str, Tensor]) -> bool:
     [
         pytest.param(AWAY, id="host"),
         pytest.param(VISITING, id="device", marks=pytest.mark.exhaustive),
+        pytest.param(
+            AWAY | GATHERED | {"fp8_recipe": "delayed", "param_cpu_offload": False},
+            id="host, gathered in 8 bits",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_refused_step_changes_no_bit_and_checkpoints_know_no_place(
-    pool: Pool, tmp_path: Path, way: dict[str, bool]
+    pool: Pool, tmp_path: Path, way: dict[str, Any]
 ) -> None:
-    values = named(strategy=ZERO3, precision="bf16", optimizer_offload_fraction=0.7, **way)
-    values |= {"optimizer_offload_path": str(tmp_path / "away"), "param_cpu_offload": True}
-    values |= {"param_offload_path": str(tmp_path / "away")}
+    values = named(strategy=ZERO3, precision="bf16", optimizer_offload_fraction=0.7)
+    values |= {"optimizer_offload_path": str(tmp_path / "away"), "param_cpu_offload": True} | way
+    if values["param_cpu_offload"]:
+        values |= {"param_offload_path": str(tmp_path / "away")}
     # Several types in one file, of which the narrow ones come last, and scales of blocks.
     values |= EIGHT | {"exp_avg_dtype": "bf16"}
     settings = config(MODELS["llama tied"], 2, **values)

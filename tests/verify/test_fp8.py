@@ -85,6 +85,16 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
             "min_offloaded_tensor_size": 1,
         },
     ),
+    "gathered in 8 bits, optimizer on the host": (
+        4,
+        MODELS["latent"],
+        flags(tp=2, strategy="optim_grads_params")
+        | {
+            "fp8_param_gather": True,
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 0.6,
+        },
+    ),
     "ends in bf16, interleaved, ZeRO-3": (
         8,
         replace(MIXED, first_last_layers_bf16=True),

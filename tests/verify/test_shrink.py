@@ -89,6 +89,17 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
             "seq_length": 4096,
         },
     ),
+    "mixers without attention": (
+        "nemotron-h-8b",
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "hybrid_override_pattern": "M-" * 26,
+            "num_query_groups": None,
+            "kv_channels": None,
+            "global_batch_size": 16,
+        },
+    ),
     "gpt2, empty stage": (
         "gpt2",
         4,

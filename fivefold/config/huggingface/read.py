@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fivefold.config.config import Config
 from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.lacking import LACKING
@@ -12,6 +13,8 @@ from fivefold.config.huggingface.multimodal import MULTIMODAL, is_multimodal, te
 from fivefold.config.huggingface.naming import in_words_of
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
+from fivefold.config.rules.dependence import without_orphans
+from fivefold.config.rules.layer_dependents import DECIDES
 from fivefold.config.rules.model import check_model
 from fivefold.errors import ConfigError, Mistake, did_you_mean
 from fivefold.files import read_json
@@ -48,6 +51,8 @@ def from_hf_config(source: Mapping[str, Any] | str | Path) -> ModelConfig:
         reader.mistakes.raise_if_any()
     except ConfigError as error:
         raise in_words_of(error, reader.fields, reader.known) from None
+    # A file gives sizes of every kind of layer, whether or not any layer is of it.
+    model = without_orphans(Config(model), (), deciding=DECIDES)[0].model
     return replace(model, unmodelled=tuple(reader.left_out))
 
 

@@ -137,6 +137,8 @@ def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
+    if model.hybrid_override_pattern is not None and "*" not in model.mixers_used:
+        return  # no layer has any
     heads, hidden = model.num_attention_heads, model.hidden_size
     if model.kv_channels is None and hidden % heads and not model.multi_latent_attention:
         mistakes.add(

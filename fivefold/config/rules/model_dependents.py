@@ -10,10 +10,12 @@ from fivefold.config.by_layer import (
     OF_WINDOWS,
 )
 from fivefold.config.lora import OF_ADAPTERS
+from fivefold.config.rules.layer_dependents import OF_LAYERS
 from fivefold.config.rules.orphan import Dependents, where
 from fivefold.config.rules.sparse import TO_HAVE_IT
 
 OF_MODELS = (
+    *OF_LAYERS,
     where(
         "rotary_base rotary_percent rotary_interleaved no_rope_freq qk_l2_norm "
         "attention_chunk_size attn_temperature_rotated",

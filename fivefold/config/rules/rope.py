@@ -136,8 +136,15 @@ def _check_unrotated(model: ModelConfig, mistakes: Mistakes) -> None:
             works=("--no-rope-freq none",),
         )
     with mistakes.collecting():
-        if all(layers_of("no_rope_freq", model.no_rope_freq, model.num_layers)):
+        without = layers_of("no_rope_freq", model.no_rope_freq, model.num_layers)
+        layers = model.softmax_layers
+        if layers and all(without[layer] for layer in layers):
+            few = len(layers) < model.num_layers
             mistakes.add(
-                f"no_rope_freq {model.no_rope_freq!r} leaves all layers without positions",
-                works=("--no-rope-freq none", "--no-rope-freq 2")[: min(model.num_layers, 2)],
+                f"no_rope_freq {model.no_rope_freq!r} leaves all layers{' with attention' * few} "
+                "without positions",
+                works=(
+                    "--no-rope-freq none",
+                    *(() if few or model.num_layers < 2 else ("--no-rope-freq 2",)),
+                ),
             )

@@ -203,11 +203,11 @@ def check_gathered(config: Config, mistakes: Mistakes) -> None:
             "and overlap_param_gather_with_optimizer_step gathers the first ones before",
             works=["--no-overlap-param-gather-with-optimizer-step", off],
         )
-    if config.memory.optimizer_cpu_offload:
+    if config.memory.param_cpu_offload:
         mistakes.add(
-            "fp8_param_gather reads masters on the device, and optimizer_cpu_offload keeps them on "
-            "the host",
-            works=["--no-optimizer-cpu-offload", off],
+            "fp8_param_gather compares the largest elements of all weights before a step, which "
+            "param_cpu_offload brings to the device layer by layer, for their gathers only",
+            works=["--no-param-cpu-offload", off],
         )
     if config.memory.tiled_mlp_num_shards > 1:
         mistakes.add(
