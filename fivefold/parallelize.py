@@ -20,6 +20,7 @@ from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.parameters import OffloadedParameters
 from fivefold.memory.recompute import install_recompute
 from fivefold.mesh.groups import Groups
+from fivefold.mesh.slices import give_memory
 from fivefold.model.compiled import compile_layers
 from fivefold.model.eight_bit.layers import (
     eight_bit,
@@ -283,7 +284,8 @@ def _install_data_parallel(
         sharded.give_memory(device, away)
         stage.tie()  # memory was given to a tied weight more than once
         return sharded
-    stage.to_empty(device=device)
+    for module in stage.modules():
+        give_memory(module, device)
     stage.tie()
     sums = {"data": groups.data}
     if groups.experts is not None:

@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _WORD = re.compile(rb"[A-Za-z_]+")
@@ -25,8 +26,13 @@ def mutations(text: str, count: int, seed: int = 0) -> Iterator[bytes]:
 
 
 def _token(pattern: re.Pattern[bytes], data: bytes, rng: random.Random) -> tuple[int, int]:
-    places = [found.span() for found in pattern.finditer(data)]
+    places = _places(pattern, data)
     return rng.choice(places) if places else (0, 0)
+
+
+@lru_cache(64)  # of the text itself, which each variant begins with
+def _places(pattern: re.Pattern[bytes], data: bytes) -> list[tuple[int, int]]:
+    return [found.span() for found in pattern.finditer(data)]
 
 
 def _number(data: bytes, rng: random.Random) -> bytes:

@@ -3,8 +3,9 @@
 import json
 import math
 import shlex
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -212,11 +213,16 @@ class Setting:
         return value
 
 
-def settings_of(cls: type) -> Iterator[Setting]:
+def settings_of(cls: type) -> tuple[Setting, ...]:
     """The settings of a dataclass, in the order of its fields."""
+    any_class: Any = cls  # a checker of types doubts that classes can be hashed
+    return _settings_of(any_class)
+
+
+@cache
+def _settings_of(cls: Any) -> tuple[Setting, ...]:
     hints = get_type_hints(cls, include_extras=True)
-    for of in fields(cls):
-        yield _setting(of, hints[of.name])
+    return tuple(_setting(of, hints[of.name]) for of in fields(cls))
 
 
 def changed(options: Any, names: Collection[str] | None = None) -> list[Setting]:

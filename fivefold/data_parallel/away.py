@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.data_parallel import fsdp_internals as internals
+from fivefold.mesh import slices
 
 Mark = Any
 """The end of a copy, in the form that the copying side provides."""
@@ -106,7 +107,8 @@ def give_memory(
     }
     found = {}
     for module in reversed([*stage.modules()]):  # inner modules before their block
-        module.to_empty(device=device, recurse=False)
+        slices.give_memory(module, device)
+        internals.use_memory(groups.get(module, ()))
         if not {*away}.isdisjoint(named.get(module, ())):
             found[module] = AwayShards(groups[module][0], named[module])
     return found

@@ -78,6 +78,13 @@ def gather_stream(group: Any, *, async_op: bool) -> Any:
     return stream
 
 
+def use_memory(groups: Iterable[Any]) -> None:
+    """Let groups gather from memory that their shards have been given."""
+    with torch.no_grad():
+        for held in (held for group in groups for held in group.fsdp_params):
+            held.reset_sharded_param()
+
+
 def keep_shards(group: Any) -> None:
     """Skip the group's check of its shards' memory before its first use."""
     group._reset_sharded_params = True

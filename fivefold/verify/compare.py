@@ -83,7 +83,7 @@ def compare(
             break
         engine.apply(sums)
         found += _weight_differences(engine, step, reference)
-        if step == 0:  # after a step, so that side effects of the evaluation show
+        if reference.evaluation is not None:  # after a step, so that its side effects show
             evaluation, _ = engine.evaluate([_own_part(engine, EVALUATION)])
             found.append(_number("evaluation", step, rank, evaluation, reference.evaluation))
     engine.graphs.release()
@@ -97,7 +97,7 @@ def baseline_differences(
     """Differences of another one-device run from the reference."""
     found = []
     for step, (true, own) in enumerate(zip(trace, other, strict=True)):
-        for what in ("loss", "norm", "evaluation"):
+        for what in ("loss", "norm") + ("evaluation",) * (true.evaluation is not None):
             found.append(_number(what, step, 0, getattr(own, what), getattr(true, what)))
         for name, value in true.further.items():
             found.append(_number("further", step, 0, own.further[name], value, name))

@@ -47,7 +47,8 @@ class ReferenceStep:
     Attributes:
         loss: mean loss over the valid tokens.
         norm: gradient norm before clipping.
-        evaluation: loss of batch EVALUATION with the updated weights, without dropout.
+        evaluation: loss of batch EVALUATION with the updated weights, without dropout; None after
+            later steps than the first, where none is compared.
         further: mean losses of multi-token prediction, by name.
         losses: summed loss of each microbatch, [microbatches].
         loads: tokens that chose each expert, [layers with experts, microbatches, experts].
@@ -60,7 +61,7 @@ class ReferenceStep:
 
     loss: float
     norm: float
-    evaluation: float
+    evaluation: float | None
     further: dict[str, float]
     losses: Tensor
     loads: Tensor
@@ -151,7 +152,7 @@ class _PlainRun:
         return ReferenceStep(
             loss=float(losses[:, 0].sum()) / valid_tokens(batch),
             norm=float(norm),
-            evaluation=_evaluate(self._model, self._config),
+            evaluation=_evaluate(self._model, self._config) if number == 0 else None,
             further=further | _of_indexers(self._config, noted) | largest_of(logits),
             losses=losses[:, 0],
             loads=torch.stack(loads) if loads else torch.zeros(0),

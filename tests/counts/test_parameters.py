@@ -45,15 +45,15 @@ COPIES = [  # of the embedding, or of the whole model, on one rank
         4,
     )
     for family, schedule, stages in (
-        ("llama tied", "dualpipe", "Ett|tttL"),
-        ("llama tied", "gpipe", "v:Et|tt|t|tL"),
-        ("llama tied", "gpipe", "Ett|tttL"),
-        ("llama tied", "gpipe", "Ett|tttmmL"),
-        ("llama tied", "gpipe", "v:Et|tt|ttm|L"),
-        ("llama tied", "gpipe", "v:Et|ttttm||L"),
-        ("llama tied", "dualpipe", "Etttttm|L"),
-        ("llama", "gpipe", "Ett|ttt|m|L"),
-        ("llama", "dualpipe", "Ett|tttmL"),
+        ("llama tied", "dualpipe", "Et|ttL"),
+        ("llama tied", "gpipe", "v:E|t|t|tL"),
+        ("llama tied", "gpipe", "Et|ttL"),
+        ("llama tied", "gpipe", "Et|ttmmL"),
+        ("llama tied", "gpipe", "v:Et|t|tm|L"),
+        ("llama tied", "gpipe", "v:Et|ttm||L"),
+        ("llama tied", "dualpipe", "Etttm|L"),
+        ("llama", "gpipe", "Et|tt|m|L"),
+        ("llama", "dualpipe", "Et|ttmL"),
     )
 ]
 

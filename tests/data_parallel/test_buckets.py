@@ -35,7 +35,9 @@ def test_a_bucket_ends_with_what_fills_it() -> None:
 def _engine(rank: int, world: int, settings: dict[str, Any]) -> tuple[Engine, list[Microbatch]]:
     """An engine, and what it reads in a step."""
     config = Config(PRESETS["debug-llama"]).with_values(
-        seq_length=16, **{"precision": "fp32", "global_batch_size": 2 * world} | settings
+        num_layers=2,
+        seq_length=16,
+        **{"precision": "fp32", "global_batch_size": 2 * world} | settings,
     )
     engine = Engine(check(config, world), rank, torch.device("cpu"))
     return engine, own_batch(engine, 0)

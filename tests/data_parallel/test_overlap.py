@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -29,8 +30,9 @@ EARLY = {"overlap_param_gather_with_optimizer_step": True}
 
 
 def config(settings: dict[str, Any]) -> Config:
+    layers = 2 * settings.get("pipeline_model_parallel_size", 1)
     return Config(PRESETS["debug-llama"]).with_values(
-        num_layers=4, seq_length=16, global_batch_size=8, precision="fp32", **settings
+        num_layers=layers, seq_length=16, global_batch_size=8, precision="fp32", **settings
     )
 
 
@@ -78,12 +80,22 @@ def _events(rank: int, world: int, settings: dict[str, Any]) -> list[str]:
     return seen
 
 
+def events(ranks: int, settings: dict[str, Any]) -> list[list[str]]:
+    """`_events` of every rank; tests share runs."""
+    return _run(ranks, *sorted(settings.items()))
+
+
+@cache
+def _run(ranks: int, *settings: tuple[str, Any]) -> list[list[str]]:
+    return run(ranks, _events, dict(settings))
+
+
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [(2, {ZERO: "optim_grads"}), (4, {ZERO: "optim"} | INTERLEAVED)],
 )
 def test_parameters_travel_while_others_are_updated(ranks: int, settings: dict[str, Any]) -> None:
-    for seen in run(ranks, _events, settings | EARLY):
+    for seen in events(ranks, settings | EARLY):
         step, following = seen[: seen.index("next step")], seen[seen.index("next step") :]
         updates = step[step.index("update") :]
         blocks = updates.count("update")
@@ -92,7 +104,7 @@ def test_parameters_travel_while_others_are_updated(ranks: int, settings: dict[s
         assert "gather" not in step[: step.index("update")] + following
         assert following[: following.index("begin F")].count("gathered") == 0
         assert following.count("gathered") == blocks
-    for seen in run(ranks, _events, settings):
+    for seen in events(ranks, settings):
         assert seen.count("update") == 1, "all at once"
         assert "gather" not in seen[seen.index("update") : seen.index("next step")]
 
@@ -102,7 +114,7 @@ def test_hooks_rest_where_nothing_is_gathered_or_reduced(
     strategy: str, looks: int, ties: int
 ) -> None:
     """Of four microbatches the first gathers, and the last reduces; with ZeRO-2 each does."""
-    for seen in run(2, _events, {ZERO: strategy}):
+    for seen in events(2, {ZERO: strategy}):
         step = seen[: seen.index("next step")]
         blocks = step.count("gather")
         assert step.count("begin F") == 4
@@ -123,18 +135,18 @@ PIPELINE = {"pipeline_model_parallel_size": 2}
     ],
 )
 def test_a_pipeline_gathers_while_its_stages_wait(strategy: str, stages: dict[str, Any]) -> None:
-    for seen in run(4, _events, {ZERO: strategy} | stages):
+    for seen in events(4, {ZERO: strategy} | stages):
         step = seen[: seen.index("next step")]
         blocks = step.count("gather")
         assert blocks > 2
         assert step[:blocks] == ["gather"] * blocks, "all before the first action, none awaited"
         assert step.count("gathered") == blocks
-    for seen in run(4, _events, {ZERO: strategy, "overlap_param_gather": False} | stages):
+    for seen in events(4, {ZERO: strategy, "overlap_param_gather": False} | stages):
         assert seen.index("begin F") < seen.index("gather")
 
 
 def test_a_stage_does_not_wait_for_the_reductions_of_another() -> None:
-    for seen in run(4, _events, {ZERO: "optim"} | INTERLEAVED):
+    for seen in events(4, {ZERO: "optim"} | INTERLEAVED):
         step = seen[: seen.index("next step")]
         ends = [place for place, event in enumerate(step) if event.startswith("end")]
         assert step.index("reduce") < ends[-2], "another stage has yet to compute"
@@ -143,7 +155,7 @@ def test_a_stage_does_not_wait_for_the_reductions_of_another() -> None:
 
 def test_stages_are_gathered_while_others_compute() -> None:
     settings = {ZERO: "optim_grads_params", "pipeline_max_unsharded_stages": 2}
-    for seen in run(4, _events, settings | INTERLEAVED):
+    for seen in events(4, settings | INTERLEAVED):
         step = seen[: seen.index("next step")]
         hidden = 0
         for place, event in enumerate(step):

@@ -39,7 +39,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The device, and the kernels: of small programs, so that a row takes several."""
     device = run_kernels(request.param, monkeypatch)
     module: ModuleType = importlib.import_module("fivefold.memory.loss_kernels")
-    monkeypatch.setattr(module, "AT_A_TIME", 16)
+    monkeypatch.setattr(module, "AT_A_TIME", 32)
     return device, module
 
 

@@ -34,7 +34,7 @@ from tests.verify.cases import (
 STEPS = 2
 E4M3 = {"precision": "bf16", "fp8_format": "e4m3"}
 ROWS, BLOCKS = {"fp8_recipe": "rowwise"}, {"fp8_recipe": "blockwise"}
-PAIR, DEFERRED = flags(pp=2, stages="Ett|tttL"), {"pipeline_schedule": "zb_h1"}
+PAIR, DEFERRED = flags(pp=2, stages="Et|ttL"), {"pipeline_schedule": "zb_h1"}
 SLICED = {"pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2}
 # (ranks, model, settings)
 CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
@@ -50,10 +50,10 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "deferred, split": (
         4,
         LATENT,
-        flags(tp=2, pp=2, stages="Ett|tttL") | {"pipeline_schedule": "zb_h1"},
+        flags(tp=2, pp=2, stages="Et|ttL") | {"pipeline_schedule": "zb_h1"},
     ),
-    "two copies": (2, LLAMA, flags(pp=2, stages="Ett|tttL") | {"pipeline_schedule": "dualpipe"}),
-    "slices": (2, LLAMA, flags(pp=2, stages="Ett|tttL") | SLICED | ROWS),
+    "two copies": (2, LLAMA, flags(pp=2, stages="Et|ttL") | {"pipeline_schedule": "dualpipe"}),
+    "slices": (2, LLAMA, flags(pp=2, stages="Et|ttL") | SLICED | ROWS),
     "experts, delayed": (2, MIXTURE, named(ep=2)),
     "experts, by rows": (2, MIXTURE, named(ep=2, strategy="optim") | ROWS),
 }

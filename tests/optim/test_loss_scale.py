@@ -74,7 +74,7 @@ LAYOUTS: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
     "stages, further predictions, recomputed": (
         2,
         replace(LLAMA, mtp_num_layers=1),
-        flags(pp=2, stages="Ett|tttmL") | {"recompute_in_flight_limit": 1, "micro_batch_size": 1},
+        flags(pp=2, stages="Et|ttmL") | {"recompute_in_flight_limit": 1, "micro_batch_size": 1},
     ),
     "losses of routers, ZeRO-3": (
         2,

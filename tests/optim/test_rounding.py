@@ -146,11 +146,11 @@ def test_one_kernel_keeps_the_same_bits(
 ) -> None:
     """Where they compute in fp64; in fp32 but for the few whose last bits made a difference."""
     (config, dtype), cuts = KINDS[kind], {"a.weight": (slice(5, 30), slice(32, 129))}
-    _, plain = trained(config, cuts, dtype)
+    _, plain = trained(config, cuts, dtype, steps=2)
     device = run_kernels(place, monkeypatch, rounding)
     kernels = importlib.import_module("fivefold.optim.adamw_kernels")
     monkeypatch.setattr(kernels, "ELEMENTS", 128)
-    _, fused = trained(config, cuts, dtype, device=device)
+    _, fused = trained(config, cuts, dtype, steps=2, device=device)
     exactly = dtype == torch.float64
     limit = 1e-12 if exactly else 1e-5
     for name, weight in fused.weights().items():
@@ -252,7 +252,7 @@ def test_a_step_that_found_infinities_changes_no_bit(
     place: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = "cpu" if place == "plain" else run_kernels(place, monkeypatch, rounding)
-    held, optimizer = trained(settings(kind, kind), {}, torch.float32, device=device)
+    held, optimizer = trained(settings(kind, kind), {}, torch.float32, steps=1, device=device)
     before = [p.detach().clone() for p in held.values()]
     state = {n: piece.local.clone() for n, piece in optimizer.state_tensors().items()}
     for parameter in held.values():
@@ -272,7 +272,7 @@ def test_the_kernel_keeps_what_is_not_finite(
     config, found = settings("bf16", "fp8"), []
     for fused in (False, True):
         device = run_kernels(place, monkeypatch, rounding) if fused else "cpu"
-        held, optimizer = trained(config, {}, torch.float64, device=device)
+        held, optimizer = trained(config, {}, torch.float64, steps=1, device=device)
         for parameter in held.values():
             parameter.grad = torch.ones_like(parameter)
             parameter.grad.view(-1)[1] = bad

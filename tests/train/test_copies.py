@@ -16,7 +16,7 @@ from tests.verify.cases import LLAMA, config
 
 SETTINGS: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
-    "pipeline_model_parallel_layout": "Ett|tttL",
+    "pipeline_model_parallel_layout": "Et|ttL",
 }
 Bits = dict[str, bytes]
 
@@ -71,7 +71,7 @@ def test_copies_come_and_go_with_a_checkpoint(
 SCHEDULE, STAGES = "pipeline_schedule", "pipeline_model_parallel_layout"
 # Where the predictions are, and with them a copy of the embedding: on the rank of the original, on
 # that of a tied output layer, in the layer's own stage or not.
-LAYOUTS = ("Ett|tttmL", "v:Ett|t|tt|mL", "Ett|ttt|m|L", "Ett|t|ttm|L")
+LAYOUTS = ("Et|ttmL", "v:Et|t|t|mL", "Et|tt|m|L", "Et|t|tm|L")
 
 
 def _predicting(rank: int, world: int, layout: str, tied: bool) -> Engine:

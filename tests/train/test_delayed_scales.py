@@ -25,9 +25,9 @@ LATE = {
     "fp8_amax_compute_algo": "max",
 }
 ONE: dict[str, Any] = flags()
-SPLIT = flags(tp=2, pp=2, stages="Ett|tttL", sequence=True)
+SPLIT = flags(tp=2, pp=2, stages="Et|ttL", sequence=True)
 EXPERTS = named(ep=2, tp=2, strategy="optim")
-COPIES = flags(pp=2, stages="Ett|tttL") | {"pipeline_schedule": "dualpipe"}
+COPIES = flags(pp=2, stages="Et|ttL") | {"pipeline_schedule": "dualpipe"}
 Scales = dict[str, tuple[tuple[slice, ...], tuple[int, ...], bytes]]
 Found = tuple[list[float], dict[str, bytes], Scales]
 

@@ -27,7 +27,7 @@ from fivefold.verify.batches import global_batch, microbatches
 from tests.pool import run
 from tests.verify.cases import LLAMA, MODELS, chosen, config, named, shared_groups
 
-STAGES = {"pipeline_model_parallel_layout": "Ett|tttL"}
+STAGES = {"pipeline_model_parallel_layout": "Et|ttL"}
 AWARE = {"use_precision_aware_optimizer": True}
 TWO = {"num_distributed_optimizer_instances": 2}
 SHORT = {"num_layers": 2}

@@ -135,7 +135,7 @@ CASES = {
     "two copies": (
         2,
         "llama tied",
-        flags(pp=2, stages="Ett|tttL") | {"pipeline_schedule": "dualpipe"},
+        flags(pp=2, stages="Et|ttL") | {"pipeline_schedule": "dualpipe"},
     ),
     **{
         strategy: (

@@ -17,7 +17,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "stages, further predictions, recomputed": (
         2,
-        flags(pp=2, stages="Ett|tttmL")
+        flags(pp=2, stages="Et|ttmL")
         | {"mtp_num_layers": 1, "recompute_in_flight_limit": 1, "micro_batch_size": 1},
     ),
     "tensor and sequence parallel, linear": (2, flags(tp=2, sequence=True) | LINEAR),

@@ -34,7 +34,7 @@ STEPS = 2
 # Few and uneven KV heads, head sizes that do not add up to the hidden size, widths that no
 # sharding divides, a padded vocabulary.
 LLAMA = ModelConfig(
-    num_layers=5,
+    num_layers=3,
     hidden_size=20,
     num_attention_heads=4,
     num_query_groups=2,
@@ -47,7 +47,7 @@ LLAMA = ModelConfig(
     init_method_std=0.1,
 )
 GPT = ModelConfig(
-    num_layers=5,
+    num_layers=3,
     hidden_size=24,
     num_attention_heads=4,
     ffn_hidden_size=44,
@@ -65,7 +65,7 @@ GPT = ModelConfig(
     init_method_std=0.1,
 )
 LATENT = ModelConfig(
-    num_layers=5,
+    num_layers=3,
     hidden_size=20,
     num_attention_heads=4,
     ffn_hidden_size=36,
@@ -98,7 +98,7 @@ EXPERTS: dict[str, Any] = {
     "moe_router_topk": 3,
     "moe_ffn_hidden_size": 12,
     "moe_shared_expert_intermediate_size": 8,
-    "moe_layer_freq": "[0,1,1,0,1]",
+    "moe_layer_freq": "[1,0,1]",
 }
 MIXTURE = replace(LLAMA, **EXPERTS)
 CHUNKED = replace(
@@ -220,7 +220,7 @@ DELTA = replace(
     apply_layernorm_1p=True,
     attention_output_gate=True,
     experimental_attention_variant="gated_delta_net",
-    linear_attention_freq="[1,0,1,1,0]",
+    linear_attention_freq="[1,0,1]",
     init_method_std=0.3,
     norm_epsilon=1e-3,  # what a state gives its first tokens may be next to nothing
     linear_conv_kernel_dim=3,
@@ -236,7 +236,7 @@ KIMI = replace(
     original_max_position_embeddings=4096,
     mscale_all_dim=0.0,
     experimental_attention_variant="kimi_delta_attention",
-    linear_attention_freq="[1,0,1,1,0]",
+    linear_attention_freq="[1,0,1]",
     init_method_std=0.3,
     norm_epsilon=1e-3,
     linear_conv_kernel_dim=3,
@@ -249,12 +249,12 @@ CONVOLVING = replace(
     LLAMA,
     qk_layernorm=True,
     experimental_attention_variant="short_convolution",
-    linear_attention_freq="[1,0,1,1,0]",
+    linear_attention_freq="[1,0,1]",
     linear_conv_kernel_dim=3,
 )
 HYBRID = replace(
     LLAMA,
-    hybrid_override_pattern="M-*M-",
+    hybrid_override_pattern="M*-",
     position_embedding_type="none",
     rotary_base=10000.0,
     use_rope_scaling=False,
@@ -269,11 +269,11 @@ HYBRID = replace(
 MODELS = {
     "hybrid": HYBRID,
     "hybrid tied": replace(
-        HYBRID, hybrid_override_pattern="-MM*M", untie_embeddings_and_output_weights=False
+        HYBRID, hybrid_override_pattern="-M*", untie_embeddings_and_output_weights=False
     ),
     "hybrid, experts": replace(
         HYBRID,
-        **EXPERTS | {"hybrid_override_pattern": "ME*EM", "moe_layer_freq": "1"},
+        **EXPERTS | {"hybrid_override_pattern": "ME*", "moe_layer_freq": "1"},
         moe_latent_size=10,
     ),
     "kimi": KIMI,
@@ -333,10 +333,10 @@ MODELS = {
 
 # (pp, V) -> uneven stages, empty ones, ends without a layer
 STAGES = {
-    (2, 1): "Ett|tttL",
-    (2, 2): "Et|tt|t|tL",
-    (4, 1): "Et|tt||ttL",
-    (4, 2): "E|t|t||t|t|t|L",
+    (2, 1): "Et|ttL",
+    (2, 2): "E|t|t|tL",
+    (4, 1): "Et|t||tL",
+    (4, 2): "E|t|||t|t||L",
 }
 # Splits of one sample's work; what they leave of the ranks is data parallel.
 SPLITS = ("pipeline_model_parallel", "tensor_model_parallel", "context_parallel")

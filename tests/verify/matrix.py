@@ -64,7 +64,7 @@ def _experts(dispatcher: str, *, ep: int = 2, etp: int = 1, **more: Any) -> dict
 
 
 FAMILIES = ("llama", "llama tied", "gpt", "gpt untied", "latent", "sinks")
-LINE, LOOP = "Ett|tttL", "Ett|t||ttL"
+LINE, LOOP = "Et|ttL", "Et|t||tL"
 # What stands before a colon is the kind of a choice: every two kinds come together in a row, and
 # every choice of a kind is in one.
 AXES: dict[str, dict[str, dict[str, Any]]] = {
@@ -82,10 +82,10 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "one: zb_h1": {"pipeline_schedule": "zb_h1"},
         "line: gpipe": _pipeline("gpipe", LINE),
         "line: 1f1b": _pipeline("1f1b", LINE),
-        "line: 1f1b of 4 ranks": _pipeline("1f1b", "Et|tt||ttL", of=4),
+        "line: 1f1b of 4 ranks": _pipeline("1f1b", "Et|t||tL", of=4),
         "line: eager_1f1b": _pipeline("eager_1f1b", LINE),
         "line: zb_h1": _pipeline("zb_h1", LINE),
-        "line: zb_h2": _pipeline("zb_h2", "E|tttttL"),
+        "line: zb_h2": _pipeline("zb_h2", "E|tttL"),
         "sliced": _pipeline("sliced_1f1b", LINE, num_sequence_slices=4),
         "loop: looped_bfs": _pipeline("looped_bfs", LOOP),
         "loop: interleaved_1f1b": _pipeline("interleaved_1f1b", LOOP),

@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "slices of sequences, stages": (
         2,
         "llama",
-        flags(pp=2, stages="Et*3|ttL")
+        flags(pp=2, stages="Et|t*2L")
         | {"pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2}
         | LINEAR,
     ),

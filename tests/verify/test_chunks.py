@@ -40,7 +40,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         {},
         {
             "pp": 2,
-            "pipeline_model_parallel_layout": "Ett|tttL",
+            "pipeline_model_parallel_layout": "Et|ttL",
             "pipeline_schedule": "sliced_1f1b",
             "num_sequence_slices": 2,
         },

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tensor parallel, deferred weights, ZeRO-1": (
         8,
         "llama tied",
-        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True, strategy="optim")
+        flags(tp=2, pp=2, stages="Et|ttL", sequence=True, strategy="optim")
         | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1},
     ),
 }

@@ -39,7 +39,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one kind for each layer": (
         4,
         "llama",
-        context(4, "a2a+p2p") | {"cp_comm_type": ("p2p", "a2a", "a2a+p2p", "all_gather", "p2p")},
+        context(4, "a2a+p2p")
+        | {"num_layers": 4, "cp_comm_type": ("p2p", "a2a", "a2a+p2p", "all_gather")},
     ),
     "heads that nothing divides": (
         4,

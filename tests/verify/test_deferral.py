@@ -11,19 +11,19 @@ def _schedule(name: str, **layout: Any) -> dict[str, Any]:
     return flags(**layout) | {"pipeline_schedule": name, "micro_batch_size": 1}
 
 
-V_STAGES = "v:Et|tt|t|tL"
+V_STAGES = "v:E|t|t|tL"
 
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ZeRO-1, tied over the pipeline": (
         4,
         "llama tied",
-        _schedule("zb_h1", pp=2, stages="Ett|tttL", strategy="optim"),
+        _schedule("zb_h1", pp=2, stages="Et|ttL", strategy="optim"),
     ),
-    "ZeRO-2": (4, "gpt", _schedule("zb_h2", pp=2, stages="Ett|tttL", strategy="optim_grads")),
+    "ZeRO-2": (4, "gpt", _schedule("zb_h2", pp=2, stages="Et|ttL", strategy="optim_grads")),
     "ZeRO-2, without overlap": (
         4,
         "llama",
-        _schedule("zb_h1", pp=2, stages="Ett|tttL", strategy="optim_grads")
+        _schedule("zb_h1", pp=2, stages="Et|ttL", strategy="optim_grads")
         | {"overlap_grad_reduce": False},
     ),
     "ZeRO-3, both ends of a tied model on one rank": (
@@ -34,12 +34,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "HSDP, ZeRO-3": (
         8,
         "gpt",
-        _schedule("zb_h1", pp=2, stages="Ett|tttL", strategy="optim_grads_params", replicas=2),
+        _schedule("zb_h1", pp=2, stages="Et|ttL", strategy="optim_grads_params", replicas=2),
     ),
     "tensor parallel, replicated": (
         4,
         "gpt",
-        _schedule("zb_h1", tp=2, pp=2, stages="Ett|tttL", sequence=True),
+        _schedule("zb_h1", tp=2, pp=2, stages="Et|ttL", sequence=True),
     ),
     "key/value heads fewer than ranks, ZeRO-2": (
         8,
@@ -75,7 +75,7 @@ def test_deferred_weights(case: str) -> None:
 @pytest.mark.slow
 def test_deferred_weights_of_a_linear_loss_under_hsdp() -> None:
     """Its norm and head leave nothing for later, and are reduced all the same."""
-    layout = _schedule("zb_h1", pp=2, stages="Ett|tttL", strategy="optim_grads", replicas=2)
+    layout = _schedule("zb_h1", pp=2, stages="Et|ttL", strategy="optim_grads", replicas=2)
     linear = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
     report = verify_in_pool(8, config(MODELS["llama"], **layout | linear))
     assert report.passed, report.text()
@@ -87,6 +87,6 @@ def test_deferred_weights_of_a_linear_loss_under_hsdp() -> None:
 )
 def test_deferred_weights_in_bf16(strategy: str) -> None:
     """The sums over microbatches are in fp32, however late they come."""
-    settings = _schedule("zb_h1", pp=2, stages="Ett|tttL", strategy=strategy)
+    settings = _schedule("zb_h1", pp=2, stages="Et|ttL", strategy=strategy)
     report = verify_in_pool(4, config(MODELS["llama tied"], **settings | {"precision": "bf16"}))
     assert report.passed, report.text()

@@ -25,7 +25,7 @@ from tests.verify.cases import MIXTURE, MODELS, chosen, config, flags, named, ve
 
 HYBRID = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
 MIXED = replace(MIXTURE, mtp_num_layers=1, moe_shared_expert_gate=True)
-DEFERRED = flags(tp=2, pp=2, stages="Ett|tttL", sequence=True) | {
+DEFERRED = flags(tp=2, pp=2, stages="Et|ttL", sequence=True) | {
     "pipeline_schedule": "zb_h1",
     "micro_batch_size": 1,
 }
@@ -101,17 +101,23 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
         named(ep=2, tp=2, pp=2, strategy="optim_grads_params")
         | {
             "fp8_param_gather": True,
-            "pipeline_model_parallel_layout": "Et|tt|t|tmL",
+            "pipeline_model_parallel_layout": "E|t|t|tmL",
+            "num_layers_at_start_in_bf16": 0,
             "num_layers_at_end_in_bf16": 2,
         },
     ),
     "ends in bf16, deferred, recomputed": (
         2,
-        replace(MODELS["gpt"], first_last_layers_bf16=True, num_layers_at_start_in_bf16=2),
+        replace(
+            MODELS["gpt"],
+            first_last_layers_bf16=True,
+            num_layers_at_start_in_bf16=2,
+            num_layers_at_end_in_bf16=0,
+        ),
         named(
             pp=2,
             pipeline_schedule="zb_v",
-            pipeline_model_parallel_layout="v:Et|t|t|ttL",
+            pipeline_model_parallel_layout="v:E|t|t|tL",
             recompute_granularity="selective",
             recompute_modules=("mlp", "layernorm"),
         ),
@@ -123,7 +129,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
             ep=2,
             pp=2,
             pipeline_schedule="zb_h1",
-            pipeline_model_parallel_layout="Ett|tttL",
+            pipeline_model_parallel_layout="Et|ttL",
             recompute_granularity="selective",
             recompute_modules=("moe_act", "layernorm"),
         ),
@@ -152,7 +158,7 @@ LATE = {
     "fp8_amax_compute_algo": "max",
     "fp8_margin": 1,
 }
-COPIES = flags(pp=2, stages="Ett|tttL") | {
+COPIES = flags(pp=2, stages="Et|ttL") | {
     "pipeline_schedule": "dualpipe",
     "micro_batch_size": 1,
 }

@@ -52,7 +52,7 @@ CASES: dict[str, Case] = {
     "kinds by layer": (
         2,
         "latent",
-        flags() | context(2, "p2p", "all_gather", "a2a", "p2p", "all_gather"),
+        flags() | context(2, "p2p", "all_gather", "a2a"),
     ),
     "ring, window, sequence parallel": (
         4,

@@ -56,27 +56,27 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
         "llama tied",
         flags(strategy="optim_grads") | {"micro_batch_size": 1, "global_batch_size": 2},
     ),
-    "gpipe": (2, "llama tied", flags(pp=2, stages="Ett|tttL") | {"pipeline_schedule": "gpipe"}),
+    "gpipe": (2, "llama tied", flags(pp=2, stages="Et|ttL") | {"pipeline_schedule": "gpipe"}),
     "both ends of a tied model on one rank": (
         2,
         "llama tied",
-        flags(pp=2, stages="v:Et|tt|t|tL") | {"pipeline_schedule": "gpipe"},
+        flags(pp=2, stages="v:E|t|t|tL") | {"pipeline_schedule": "gpipe"},
     ),
     "both ends on one rank, sharded": (
         4,
         "llama tied",
-        flags(pp=2, stages="v:Et|tt|t|tL", strategy="optim_grads_params")
+        flags(pp=2, stages="v:E|t|t|tL", strategy="optim_grads_params")
         | {"pipeline_schedule": "gpipe"},
     ),
     "both ends on one rank, tensor parallel": (
         4,
         "gpt",
-        flags(tp=2, pp=2, stages="v:Et|tt|t|tL", sequence=True) | {"pipeline_schedule": "gpipe"},
+        flags(tp=2, pp=2, stages="v:E|t|t|tL", sequence=True) | {"pipeline_schedule": "gpipe"},
     ),
     "tied over the pipeline, sharded and tensor parallel": (
         8,
         "llama tied",
-        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True, strategy="optim_grads_params"),
+        flags(tp=2, pp=2, stages="Et|ttL", sequence=True, strategy="optim_grads_params"),
     ),
     "tied on one stage, sharded and tensor parallel": (
         4,
@@ -86,17 +86,17 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "a rank with nothing, sharded": (
         8,
         "llama",
-        flags(pp=4, stages="E|ttt||ttL", strategy="optim_grads_params"),
+        flags(pp=4, stages="E|t||ttL", strategy="optim_grads_params"),
     ),
     "a rank with nothing in all its stages": (
         4,
         "llama",
-        flags(pp=4, stages="E||tt|tt||||tL", strategy="optim"),
+        flags(pp=4, stages="E||t|t||||tL", strategy="optim"),
     ),
     "an embedding alone, sharded and tensor parallel": (
         4,
         "llama",
-        flags(tp=2, pp=2, stages="E|t*5L", strategy="optim"),
+        flags(tp=2, pp=2, stages="E|t*3L", strategy="optim"),
     ),
     "a loss that counts as a layer": (
         2,
@@ -110,7 +110,7 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "virtual stages on one rank": (
         1,
         "gpt",
-        flags(stages="Ett|tt|tL") | {"pipeline_schedule": "interleaved_1f1b"},
+        flags(stages="Et|t|tL") | {"pipeline_schedule": "interleaved_1f1b"},
     ),
     "sent in bf16, which one device does not": (
         2,
@@ -127,7 +127,7 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "no overlap, ZeRO-1, pipeline": (
         4,
         "gpt",
-        flags(pp=2, stages="Ett|tttL", strategy="optim") | {"overlap_grad_reduce": False},
+        flags(pp=2, stages="Et|ttL", strategy="optim") | {"overlap_grad_reduce": False},
     ),
     "no overlap, HSDP, ZeRO-3": (
         4,
@@ -200,7 +200,7 @@ BF16_CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "kept in bf16, deferred weights, ZeRO-1": (
         4,
         "llama",
-        flags(pp=2, stages="Ett|tttL", strategy="optim") | NARROW | {"pipeline_schedule": "zb_h1"},
+        flags(pp=2, stages="Et|ttL", strategy="optim") | NARROW | {"pipeline_schedule": "zb_h1"},
     ),
     "kept in bf16, experts": (
         2,

@@ -46,7 +46,7 @@ DELTA: dict[str, Case] = {
         "delta tied",
         flags(pp=4) | {"micro_batch_size": 1, "global_batch_size": 2},
     ),
-    "interleaved": (2, "delta", flags(pp=2, stages="Et|tt|t|tL")),
+    "interleaved": (2, "delta", flags(pp=2, stages="E|t|t|tL")),
     "ZeRO-2 and deferred weights": (
         4,
         "delta",
@@ -138,7 +138,7 @@ HYBRID: dict[str, Case] = {
     "hybrid, one layer or none a stage": (
         4,
         "hybrid tied",
-        flags(pp=4, stages="E|t|t||t|t|t|L") | {"micro_batch_size": 1},
+        flags(pp=4, stages="E|t|||t|t||L") | {"micro_batch_size": 1},
     ),
     "hybrid, moved": (2, "hybrid", flags(tp=2, sequence=True) | MOVED),
     "hybrid, experts on ranks, ring, recomputed": (
@@ -172,12 +172,12 @@ PREDICTING: dict[str, Case] = {
     "further tokens before the head, uneven stages, deferred weights": (
         4,
         "hybrid",
-        flags(pp=4, stages="Et|tt|ttmm|L") | {"micro_batch_size": 1} | BUBBLES | FURTHER,
+        flags(pp=4, stages="Et|t|tmm|L") | {"micro_batch_size": 1} | BUBBLES | FURTHER,
     ),
     "further tokens, whole layers recomputed": (
         4,
         "hybrid tied",
-        flags(tp=2, pp=2, sequence=True, stages="Ett|tttmmL") | FULL | FURTHER,
+        flags(tp=2, pp=2, sequence=True, stages="Et|ttmmL") | FULL | FURTHER,
     ),
     "further tokens by experts on ranks, ring, recomputed": (
         8,
@@ -191,7 +191,7 @@ PREDICTING: dict[str, Case] = {
     "further tokens by experts in a pipeline, ZeRO-3": (
         4,
         "hybrid, experts",
-        flags(pp=2, dp=2, strategy="optim_grads_params", stages="Ettt|ttmmL")
+        flags(pp=2, dp=2, strategy="optim_grads_params", stages="Et|ttmmL")
         | {"expert_model_parallel_size": 2}
         | FULL
         | SPARSE,
@@ -214,7 +214,7 @@ PREDICTING: dict[str, Case] = {
     "further tokens with the same weights, deferred weights, ZeRO-2": (
         4,
         "hybrid tied",
-        flags(pp=2, dp=2, strategy="optim_grads", stages="Ettt|ttmmL") | BUBBLES | FURTHER | SAME,
+        flags(pp=2, dp=2, strategy="optim_grads", stages="Et|ttmmL") | BUBBLES | FURTHER | SAME,
     ),
     "further tokens with the same weights, tensor parallel, ZeRO-3": (
         4,
@@ -254,7 +254,7 @@ CONVOLVING: dict[str, Case] = {
     "convolutions, interleaved, ZeRO-2": (
         4,
         "convolving",
-        flags(pp=2, dp=2, strategy="optim_grads", stages="Et|tt|t|tL"),
+        flags(pp=2, dp=2, strategy="optim_grads", stages="E|t|t|tL"),
     ),
     "convolutions, moved, ring": (2, "convolving", flags() | MOVED | context(2, "p2p")),
     "convolutions, adapters, sequence parallel": (

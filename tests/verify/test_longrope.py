@@ -20,7 +20,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ring, documents": (2, named(cp=2, cp_comm_type=("p2p",)) | PACKED),
     "slices of sequences, stages": (
         2,
-        flags(pp=2, stages="Et*3|ttL")
+        flags(pp=2, stages="Et|t*2L")
         | {"pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2},
     ),
     "ZeRO-3, all again": (
@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "dynamic, slices of sequences, stages": (
         2,
-        flags(pp=2, stages="Et*3|ttL")
+        flags(pp=2, stages="Et|t*2L")
         | {"pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2}
         | UNLISTED,
     ),

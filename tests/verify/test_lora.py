@@ -54,7 +54,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], tuple[str, ...]]] = {
     "embedding alone in its stage": (
         4,
         MODELS["llama"],
-        PAIR | {"pipeline_model_parallel_layout": "E|tttttL", "strategy": "optim"},
+        PAIR | {"pipeline_model_parallel_layout": "E|tttL", "strategy": "optim"},
         (),
     ),
     "fused loss, tiles": (
@@ -138,7 +138,7 @@ def test_adapters_are_trained_as_on_one_device(name: str) -> None:
     ranks, model, settings, targets = CASES[case]
     adapted = replace(model, lora_rank=3, lora_target_modules=targets or ("all-linear",))
     adapted = replace(adapted, **KINDS[kind])
-    report = verify_in_pool(ranks, config(adapted, **named(**settings)))
+    report = verify_in_pool(ranks, config(adapted, ranks, **named(**settings)))
     assert report.passed, report.text()
 
 

@@ -113,12 +113,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "llama",
         flags(pp=2, stages=STAGES[2, 2], strategy="optim_grads_params")
         | _full("block")
-        | {"recompute_num_layers": (1, 2, 0, 1)},
+        | {"recompute_num_layers": (0, 1, 0, 1)},
     ),
     "modules of some layers by stage, deferred weights": (
         8,
         "gpt",
-        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True)
+        flags(tp=2, pp=2, stages="Et|ttL", sequence=True)
         | EVERYTHING
         | {
             "recompute_method": "block",
@@ -152,14 +152,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "layers and tiles, deferred weights": (
         4,
         "gpt",
-        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True, strategy="optim")
+        flags(tp=2, pp=2, stages="Et|ttL", sequence=True, strategy="optim")
         | _full(layers=2)
         | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1, "tiled_mlp_num_shards": 4},
     ),
     "inputs of layers moved, tiles": (
         2,
         "llama",
-        flags(pp=2, stages="Ett|tttL")
+        flags(pp=2, stages="Et|ttL")
         | _full()
         | MOVED
         | {"offload_modules": (), "offload_tensors": ("layer_input",), "tiled_mlp_num_shards": 2},
@@ -188,7 +188,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "moved and recomputed, tensor parallel, deferred weights": (
         8,
         "llama",
-        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True, strategy="optim")
+        flags(tp=2, pp=2, stages="Et|ttL", sequence=True, strategy="optim")
         | MOVED
         | _selective("core_attn", "mlp")
         | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1},
@@ -197,7 +197,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "native loss, deferred weights": (
         2,
         "gpt",
-        flags(pp=2, stages="Ett|tttL") | NATIVE | {"pipeline_schedule": "zb_h1"},
+        flags(pp=2, stages="Et|ttL") | NATIVE | {"pipeline_schedule": "zb_h1"},
     ),
     "native loss, vocabulary part of padding only": (
         4,
@@ -218,7 +218,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "linear loss, tied over the pipeline, deferred weights, ZeRO-2": (
         8,
         "llama tied",
-        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True, strategy="optim_grads")
+        flags(tp=2, pp=2, stages="Et|ttL", sequence=True, strategy="optim_grads")
         | LINEAR
         | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1},
     ),
@@ -230,7 +230,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "pairs of layers, deferred weights, ZeRO-3": (
         4,
         "gpt",
-        flags(pp=2, stages="Ett|tttL", strategy="optim_grads_params")
+        flags(pp=2, stages="Et|ttL", strategy="optim_grads_params")
         | _full(layers=2)
         | {"pipeline_schedule": "zb_h2", "micro_batch_size": 1},
     ),
@@ -259,7 +259,7 @@ BF16_CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "linear loss, deferred weights": (
         4,
         "gpt",
-        flags(pp=2, stages="Ett|tttL", strategy="optim") | LINEAR | {"pipeline_schedule": "zb_h1"},
+        flags(pp=2, stages="Et|ttL", strategy="optim") | LINEAR | {"pipeline_schedule": "zb_h1"},
     ),
     "every module, ZeRO-3": (2, "llama", flags(strategy="optim_grads_params") | EVERYTHING),
 }

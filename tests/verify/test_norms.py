@@ -17,7 +17,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "latent, stages, ZeRO-3": (
         4,
         "latent",
-        flags(pp=2, dp=2, stages="Et|tt|t|tL", strategy="optim_grads_params")
+        flags(pp=2, dp=2, stages="E|t|t|tL", strategy="optim_grads_params")
         | {"pipeline_schedule": "zb_v"},
     ),
     "MLPs and attention again": (

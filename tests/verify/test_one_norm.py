@@ -19,7 +19,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         named(cp=2, cp_comm_type=("p2p",), window_size=3, window_attn_skip_freq="2"),
     ),
-    "stages, dW later": (2, flags(pp=2, stages="Et*3|ttL") | {"pipeline_schedule": "zb_h1"}),
+    "stages, dW later": (2, flags(pp=2, stages="Et|t*2L") | {"pipeline_schedule": "zb_h1"}),
     "ZeRO-3": (2, flags(dp=2, strategy="optim_grads_params")),
     "adapters": (2, flags(tp=2, sequence=True) | {"lora_rank": 2}),
     "8 bits": (

@@ -18,7 +18,7 @@ from tests.verify.test_matrix import measured
 
 pytestmark = pytest.mark.slow
 
-IN_V = {"pipeline_model_parallel_layout": "Ett|t||ttL", "pipeline_schedule": "dualpipe_v"}
+IN_V = {"pipeline_model_parallel_layout": "Et|t||tL", "pipeline_schedule": "dualpipe_v"}
 NAME = "overlap_moe_expert_parallel_comm"
 TURNS = {
     NAME: True,
@@ -27,7 +27,7 @@ TURNS = {
     "ep": 2,
 }
 DELAYED = TURNS | {"delay_wgrad_compute": True}
-LOOP = {"pipeline_model_parallel_layout": "Et|tt|t|tL", "global_batch_size": 8}
+LOOP = {"pipeline_model_parallel_layout": "E|t|t|tL", "global_batch_size": 8}
 BIASED = {"moe_router_enable_expert_bias": True}
 CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (4, BIASED, TURNS | LOOP | BALANCED),
@@ -44,7 +44,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         BIASED,
         DELAYED
         | {"pipeline_schedule": "dualpipe", "strategy": "optim"}
-        | {"pipeline_model_parallel_layout": "Ett|tttL"},
+        | {"pipeline_model_parallel_layout": "Et|ttL"},
     ),
     (
         4,
@@ -66,7 +66,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         4,
         PREDICTING,
         DELAYED
-        | {"pipeline_model_parallel_layout": "Etttttm|L"}
+        | {"pipeline_model_parallel_layout": "Etttm|L"}
         | {
             "pipeline_schedule": "combined_1f1b",
             "recompute_granularity": "selective",

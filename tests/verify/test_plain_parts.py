@@ -21,12 +21,12 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "stages, dW later, loss without logits": (
         2,
         "bare",
-        flags(pp=2, stages="Et*3|ttL") | {"pipeline_schedule": "zb_h1"} | LINEAR,
+        flags(pp=2, stages="Et|t*2L") | {"pipeline_schedule": "zb_h1"} | LINEAR,
     ),
     "split vocabulary without logits, predictions, tied": (
         4,
         "bare, LayerNorm, tied",
-        flags(tp=2, pp=2, sequence=True, stages="Ett|tttmmL")
+        flags(tp=2, pp=2, sequence=True, stages="Et|ttmmL")
         | LINEAR
         | {"mtp_num_layers": 2, "hidden_dropout": 0.1, "embedding_dropout": 0.2},
     ),
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "heads exchanged": (2, "bare", named(cp=2, cp_comm_type=("a2a",))),
     "ring, Muon": (2, "bare", named(cp=2, cp_comm_type=("p2p",)) | {"optimizer": "muon"}),
     "side by side, tokens split": (4, "phi", flags(tp=2, dp=2, sequence=True)),
-    "side by side, stages": (4, "phi", flags(tp=2, pp=2, stages="Et*3|ttL") | LINEAR),
+    "side by side, stages": (4, "phi", flags(tp=2, pp=2, stages="Et|t*2L") | LINEAR),
     "side by side, ZeRO-2 of copies": (4, "phi", flags(dp=4, strategy="optim_grads")),
     "positions from the third row": (
         4,

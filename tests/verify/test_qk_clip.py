@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
         2,
         "llama",
         PLAIN
-        | flags(pp=2, stages="Et*3|ttL")
+        | flags(pp=2, stages="Et|t*2L")
         | {"pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2},
     ),
     "further predictions of one layer, recomputed": (

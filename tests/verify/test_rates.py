@@ -13,7 +13,7 @@ RATES: dict[str, Any] = {
     "start_weight_decay": 0.1,
     "end_weight_decay": 2.0,
 }
-FURTHER = {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Ett|tttmL"}
+FURTHER = {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|ttmL"}
 BF16 = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "copies of a tied embedding": (4, "gpt", flags(tp=2, pp=2)),

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "hpZ, stages kept gathered": (
         8,
         "llama tied",
-        flags(pp=2, dp=4, stages="v:Et|tt|t|tL", strategy=ZERO3)
+        flags(pp=2, dp=4, stages="v:E|t|t|tL", strategy=ZERO3)
         | HPZ
         | {"pipeline_schedule": "zb_v", "pipeline_max_unsharded_stages": 1, "micro_batch_size": 1},
     ),
