@@ -188,6 +188,17 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "optimizer_cpu_offload": True,
         },
     ),
+    # The first backward makes 8-bit copies of weights, layer after layer, for gradients of inputs.
+    "8 bits, sums split, optimizer on the host": (
+        "llama3-8b",
+        {
+            "fp8_format": "e4m3",
+            "fp8_recipe": "tensorwise",
+            "data_parallel_sharding_strategy": "optim_grads",
+            "optimizer_cpu_offload": True,
+            "num_layers": 6,
+        },
+    ),
     # Layers at the ends keep bf16: their weights arrive so, and what they read stays so.
     "ends in bf16": (
         "llama3-8b",
@@ -292,7 +303,11 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-RARE = "sums of experts", "gathers in 8 bits, optimizer on the host"
+RARE = (
+    "sums of experts",
+    "gathers in 8 bits, optimizer on the host",
+    "8 bits, sums split, optimizer on the host",
+)
 
 
 @pytest.mark.slow

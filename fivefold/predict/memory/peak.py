@@ -225,6 +225,7 @@ def _rank_peak(
             "gradients": point.made,
             "gathered weights" if gathered[number] else "weights": point.resharded,
             "activations": point.activations,
+            "8-bit weights": point.narrow,
             "recomputed": point.remade,
             "loss": point.loss,
             "deferred weight gradients": point.waiting,

@@ -18,6 +18,7 @@ class ActPoint(NamedTuple):
         gradients: weight gradients that are not yet accumulated.
         made: accumulated ones of a stage that had none before, or less than none where whole sums
             have become shards.
+        narrow: 8-bit copies of weights that the step's first backward has made.
         waiting: memory kept for deferred weight gradients.
         communication: buffers of messages.
         over: layers of the stage whose gradients have been made.
@@ -33,6 +34,7 @@ class ActPoint(NamedTuple):
     working: float = 0.0
     gradients: float = 0.0
     made: float = 0.0
+    narrow: float = 0.0
     waiting: float = 0.0
     communication: float = 0.0
     over: int = 0
@@ -45,7 +47,7 @@ class ActPoint(NamedTuple):
         """The sum of all parts, in bytes."""
         freed = self.activations + self.loss + self.resharded
         needed = self.remade + self.working + self.gradients + self.made + self.waiting
-        return freed + needed + self.communication
+        return freed + needed + self.narrow + self.communication
 
 
 def gathers(copies: Copies, start: ActPoint) -> Iterator[ActPoint]:

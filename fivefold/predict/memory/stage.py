@@ -110,15 +110,16 @@ class _Actions:
         policy = self.route.policy
         makes, backward = kind in (Kind.BW, Kind.W), kind not in (Kind.F, Kind.R)
         alike = policy.splits_gradient and policy.splits_copy  # the last one, with all others
+        copies = first and kind is Kind.BW and policy.step_weight > 0
         first = makes and first and policy.remade
         last = backward and last and bool(policy.reduces or policy.sent) and not alike
-        return self._known(kind, light, first, last)
+        return self._known(kind, light, first, last, copies)
 
     @cached_property
-    def _known(self) -> Callable[[Kind, bool, bool, bool], ActPoint]:
+    def _known(self) -> Callable[[Kind, bool, bool, bool, bool], ActPoint]:
         return cache(self._found)
 
-    def _found(self, kind: Kind, light: bool, first: bool, last: bool) -> ActPoint:
+    def _found(self, kind: Kind, light: bool, first: bool, last: bool, copies: bool) -> ActPoint:
         if kind is Kind.F:
             points = self._passing if light else self._forwards
         elif kind is Kind.R:
@@ -126,6 +127,8 @@ class _Actions:
         else:
             of_kind = {Kind.BW: self._whole, Kind.B: self._only_dx, Kind.W: self._only_dw}
             points = of_kind[kind](first, last)
+        if copies:
+            points = [point._replace(narrow=self._copied(point)) for point in points]
         return max(points, key=lambda point: point.size)
 
     @cached_property
@@ -179,6 +182,14 @@ class _Actions:
             point._replace(working=point.working + self._coming_back(point))
             for point in backward_points(self.route, first=first, last=last, deferred=False)
         ]
+
+    def _copied(self, point: ActPoint) -> float:
+        """Bytes of the 8-bit copies of weights that the step's first backward has made for gradients
+        of inputs, in the layers behind a point."""
+        parts = self.route.parts
+        over = parts if point.done else parts[len(parts) - point.over :]
+        elements = sum(sum(part.narrow) for parts in over for part in parts)
+        return self.route.policy.step_weight * elements
 
     def _only_dx(self, first: bool, last: bool) -> list[ActPoint]:
         route = self.route
