@@ -277,7 +277,7 @@ def test_why_fixes_what_it_names() -> None:
 
 @pytest.mark.slow
 def test_what_fits_nowhere_is_explained() -> None:
-    result = search(asked("llama3-70b --gpus 4 --gbs 16 --seq-length 4096"))
+    result = search(asked("llama3-70b --gpus 8 --gbs 8 --pipeline-schedule 1f1b"))
     assert not result.found
     message = str(why_nothing(result))
     assert "more than the device has" in message and "optimizer" in message
