@@ -2,8 +2,8 @@
 
 What needs a cluster, or a corpus that is not here, makes a dry run; what a launcher starts is left
 to the parser's test. Every other command does what its page says it does: it ends well, a training
-command trains (`demo`, too, on a small corpus), and what a page shows is what is printed,
-times apart.
+command trains (on a small corpus and in small batches, unless a page names its losses), and what a
+page shows is what is printed, times apart.
 """
 
 import contextlib
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 
 HERE = ("debug", "debug-mixtral", "demo")  # recipes that this machine can train
 TELLING = ("plan", "rehearse", "schedule", "verify")  # verbs that write only what is asked for
+NAMED = re.compile(r"fivefold train debug( --nproc 2 --[tp]p 2)?")  # the tutorial has their losses
+SMALL, FEW = " --data-path my-texts", " --gbs 2"
 FILE = re.compile(r"^runs/|\.[a-z]+$")
 STEP = re.compile(r"^ *\d+/\d+ ", re.MULTILINE)
 NUMBER = re.compile(r"\d[\d.,]*(e[-+]\d+)?( [mu]?s\b)?")
@@ -51,8 +53,10 @@ def steps_of(page: Path) -> Iterator[Command]:
             continue
         if argv[0] == "train" and "--dry-run" not in argv and argv[1] not in HERE:
             yield Command(page, f"{command.line} --dry-run", command.output)
-        elif argv[:2] == ["train", "demo"] and "--dry-run" not in argv:
-            yield Command(page, f"{command.line} --data-path my-texts", command.output)
+        elif argv[0] == "train" and "--dry-run" not in argv and not NAMED.fullmatch(command.line):
+            small = "" if {"--data-path", "--mock-data"} & {*argv} else SMALL
+            few = FEW if argv[1] != "demo" else " --gbs 4"  # of microbatches of two
+            yield Command(page, command.line + small + few, command.output)
         elif not argv[0].startswith("--"):
             yield command
 
@@ -232,9 +236,7 @@ def test_commands_do_what_the_page_says(every: bool, page: Path, reader: Reader,
 def test_layouts_print_the_losses_that_the_tutorial_names(said) -> None:
     text = (DOCS / "tutorial.md").read_text(encoding="utf-8")
     first, last = re.search(r"print (\S+) at step 1 and (\S+) at step 10", text).groups()
-    layouts = [
-        line for line in said if re.fullmatch(r"fivefold train debug( --nproc 2 --[tp]p 2)?", line)
-    ]
+    layouts = [line for line in said if NAMED.fullmatch(line)]
     assert len(layouts) == 3
     for line in layouts:
         assert re.search(rf"^ *1/10 .*{first}", said[line], re.MULTILINE), said[line]

@@ -30,6 +30,7 @@ Verdict = Literal["ok", "note", "bad"]
 
 PYTHON, TORCH = (3, 11), (2, 11)
 FREE_DISK = 10 << 30  # bytes; with less, a few checkpoints of a small model may not fit
+ENOUGH_SECONDS = 0.3  # of multiplications of one precision
 KNOWN, KNOWN_TOKENS = "llama3-8b", 8192
 """The model with whose layer the cost of launches is compared."""
 MARKS: dict[Verdict, tuple[str, Style]] = {
@@ -233,7 +234,7 @@ def _speed() -> Iterator[HealthLine]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = 8192 if device == "cuda" else 768
+    size = 8192 if device == "cuda" else 384
     speeds = {t: _matmul_speed(getattr(torch, t), size, device) for t in ("float32", "bfloat16")}
     fp32, bf16 = speeds["float32"], speeds["bfloat16"]
     yield HealthLine("ok", "fp32 matmul", f"{human_flops(fp32)}/s, {size} x {size} on {device}")
@@ -250,13 +251,14 @@ def _speed() -> Iterator[HealthLine]:
 
 
 def _matmul_speed(dtype: "torch.dtype", size: int, device: str) -> float:
-    """FLOP/s of the fastest of a few square multiplications."""
+    """FLOP/s of the fastest of a few square multiplications, of two where they are slow, as in bf16
+    on processors that cannot multiply it."""
     import torch
 
     a = torch.randn(size, size, device=device).to(dtype)
     wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else _nothing
-    seconds = []
-    for _ in range(6):
+    seconds: list[float] = []
+    while len(seconds) < 2 or (len(seconds) < 6 and sum(seconds) < ENOUGH_SECONDS):
         began = time.perf_counter()
         a @ a
         wait()

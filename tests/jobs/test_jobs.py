@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from fivefold.jobs.kubernetes import train_job
 from fivefold.jobs.ray import ray_script
 from fivefold.jobs.skypilot import sky_task
 from fivefold.jobs.slurm import sbatch_file
+from tests.programs import Program
 
 ODD = [
     'quote"s',
@@ -147,6 +149,12 @@ def test_a_sky_task_asks_for_the_gpus() -> None:
     assert (content["num_nodes"], content["volumes"]) == (2, {"/shared": "claim"})
 
 
+def driver(script: Path) -> None:
+    """`python script`, which finds what lies beside it."""
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
 def test_a_ray_worker_trains_as_a_rank(tmp_path: Path) -> None:
     """Ray's parts are stand-ins that run one worker in this process."""
     stand_ins = {
@@ -170,9 +178,11 @@ def test_a_ray_worker_trains_as_a_rank(tmp_path: Path) -> None:
         (tmp_path / "ray" / "train" / f"{name}.py").write_text(text)
     script, save = tmp_path / "job.py", tmp_path / "run"
     argv = ["--ranks-per-node", "1", "--gpu", "none", "--train-iters", "4", "--save", str(save)]
+    argv += ["--mock-data", "--global-batch-size", "1"]
     assert main(["launch", "ray", "debug", *argv, "--output", str(script)]) == 0
-    path = f"{tmp_path}:{Path(__file__).parents[2]}"
-    subprocess.run([sys.executable, script], env=os.environ | {"PYTHONPATH": path}, check=True)
+    process = Program(driver, script)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
     assert len((save / "metrics.jsonl").read_text().splitlines()) == 4
 
 

@@ -234,6 +234,7 @@ _SEAMS: dict[str, tuple[Any, str]] = {
 def command(case: Case, corpus: Path, folder: Path, *, nproc: bool = True) -> list[str]:
     ranks, flags = LAYOUTS[case.layout]
     words = ["train", "debug", "--train-iters", "4", "--seq-length", "32", "--save-interval", "1"]
+    words += ["--num-layers", "2"]
     words += [
         "--global-batch-size",
         "4",

@@ -20,7 +20,7 @@ from tests.verify.cases import LLAMA, config, named, shared_groups
 
 SPLIT = "--nproc 2 --tp 2 --sequence-parallel"
 SHARDED = "--nproc 2 --data-parallel-sharding-strategy optim_grads_params"
-COMMON = "--seq-length 16 --global-batch-size 4 --fp64 --lr 0.01 --lr-decay-style constant"
+COMMON = "--seq-length 16 --global-batch-size 2 --fp64 --lr 0.01 --lr-decay-style constant"
 
 
 @pytest.fixture(scope="module")

@@ -160,6 +160,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, name: str, *flags: str, steps: int = STEPS) -> int:
     words = ["train", "debug", "--train-iters", str(steps), "--seq-length", "16", "--lr", "1e-3"]
     words += ["--lr-decay-style", "constant", "--global-batch-size", "2", "--nproc", "2"]
+    words += ["--num-layers", "1"]
     words += ["--data-path", str(folder / "text.txt"), "--data-cache-path", str(folder / "cache")]
     return main([*words, "--save", str(folder / name), *flags])
 

@@ -75,7 +75,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def _config(recipe: str, corpora: dict[str, Any], **settings: Any) -> Config:
     values = {"global_batch_size": 8, "micro_batch_size": 1, "seq_length": LENGTH}
-    values |= {"precision": "fp64", "eval_interval": 1, "eval_iters": 1}
+    values |= {"precision": "fp64", "eval_interval": 1, "eval_iters": 1, "num_layers": 2}
     return read_config(recipe, **values | corpora | settings)
 
 

@@ -8,13 +8,12 @@ layout, and every value that can become NaN on every rank of every layout.
 import json
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
-import psutil
 import pytest
+from torch.distributed import run as elastic
 
 from fivefold.mesh.grid import Grid
 from tests.programs import Program
@@ -112,49 +111,45 @@ def outcomes(process: Program) -> Iterator[tuple[str, dict]]:
 
 
 @pytest.fixture(scope="module")
-def found(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """What came of every case of the small set; those that wait do so beside all others."""
+def found(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict]:
+    """What came of a case of the small set; those that wait do so beside all others."""
     folder = tmp_path_factory.mktemp("runs")
-    processes = [start(corpus, folder, names) for names in (BUSY, *zip(WAITING, strict=True))]
-    return {name: outcome for process in processes for name, outcome in outcomes(process)}
+    processes = {names: start(corpus, folder, names) for names in (BUSY, *zip(WAITING))}
+
+    @cache
+    def of(names: tuple[str, ...]) -> dict[str, dict]:
+        return dict(outcomes(processes[names]))
+
+    return lambda name: next(of(names)[name] for names in processes if name in names)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", (*BUSY, *WAITING))
-def test_the_rank_and_the_cause_are_named(found: dict[str, dict], name: str) -> None:
-    check(Case.of(name), found[name])
+@pytest.mark.parametrize("name", BUSY)
+def test_the_rank_and_the_cause_are_named(found: Callable[[str], dict], name: str) -> None:
+    check(Case.of(name), found(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHRUN)
 def test_under_torchrun_too(corpus: Path, tmp_path: Path, name: str) -> None:
     case = Case.of(name)
-    launcher = "torch.distributed.run --standalone --nproc_per_node"
-    words = [sys.executable, "-m", *launcher.split(), str(case.ranks), "-m", "tests.train.faults"]
-    process = subprocess.Popen(
-        [*words, "--torchrun", str(corpus), str(tmp_path), name],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert process.stderr is not None
-    said = []
-    try:
-        for line in process.stderr:
-            said.append(line)
-            if line.startswith("error:") and case.deed == "stop":
-                break  # torchrun takes half a minute to end a stopped process
-    finally:
-        family = [process] if process.poll() else [*psutil.Process(process.pid).children(), process]
-        for member in family:
-            member.kill()
-    assert process.wait() != 0
+    words = ["--standalone", "--nproc-per-node", str(case.ranks), "-m", "tests.train.faults"]
+    words += ["--torchrun", str(corpus), str(tmp_path), name]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = Program(elastic.main, words, cwd=ROOT, env=env)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode != 0
     place = f"rank {case.rank} {GRIDS[case.layout].name(case.rank)}: "
     cause = "left before the end" if case.deed == "exit" else CAUSES[case.deed].split(r"\n")[0]
-    (error,) = [line for line in said if line.startswith("error:")]
+    (error,) = [line for line in errors.splitlines() if line.startswith("error:")]
     assert re.match(rf"error: {re.escape(place)}{cause}", error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAITING)
+def test_a_rank_that_others_wait_for_is_named(found: Callable[[str], dict], name: str) -> None:
+    """After the others, which need the processors meanwhile."""
+    check(Case.of(name), found(name))
 
 
 def matrix(layout: str) -> list[str]:

@@ -43,7 +43,7 @@ def broken(*ranks: tuple[int, int], step: int) -> Iterator[None]:
 def test_the_planner_lays_out_the_ranks_that_are_left(
     cache: Path, finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    split = ("--nproc", "3", "--pp", "3", "--pipeline-model-parallel-layout", "Et|tt|tL")
+    split = ("--nproc", "3", "--pp", "3", "--pipeline-model-parallel-layout", "Et|t|L")
     words = command(cache, tmp_path / "run", *split, "--max-restarts", "3", "--min-nproc", "2")
     with broken((3, 1), step=4):
         assert main([*words[3:], "--precision", "fp32"]) == 0
@@ -60,7 +60,7 @@ def test_the_planner_lays_out_the_ranks_that_are_left(
 def test_a_layout_that_fits_fewer_ranks_stays(
     cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = command(cache, tmp_path / "run", "--nproc", "3", "--global-batch-size", "12")
+    words = command(cache, tmp_path / "run", "--nproc", "3", "--global-batch-size", "6")
     with broken((3, 0), (2, 0), step=4):
         assert main([*words[3:], "--min-nproc", "1"]) == 1
     said = " ".join(capfd.readouterr().err.split())
@@ -112,7 +112,7 @@ def test_under_torchrun_the_planner_is_asked_where_the_layout_does_not_fit(
     env = RankEnv(0, 0, ranks, ranks, "127.0.0.1", 1, "torchrun")
     monkeypatch.setattr("fivefold.cli.train.read_rank_env", lambda: env)
     found = []
-    monkeypatch.setattr("fivefold.cli.train._preview", lambda layout: found.append(layout) or [])
+    monkeypatch.setattr("fivefold.cli.preview.preview", lambda layout: found.append(layout) or [])
     words = f"--tp {tp} --pp {pp} --min-nproc 1 --save runs/a --dry-run"
     assert main(["train", "debug", *words.split()]) == 0
     (layout,) = found

@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ZeRO-1, sent in bf16, on the host": (
         2,
         "llama",
-        named(strategy="optim", grad_reduce_in_bf16=True, optimizer_cpu_offload=True),
+        named(strategy="optim", grad_reduce_in_bf16=True, optimizer_cpu_offload=True, num_layers=2),
     ),
     "experts": (2, "oss", named(ep=2)),
     "context, latent": (2, "latent", named(cp=2)),

@@ -64,8 +64,8 @@ GROWS = "--train-samples 50 --rampup-batch-size 2 2 12 --lr-warmup-samples 9 --l
 
 
 def trained(folder: Path, flags: str) -> Path:
-    words = f"train debug --precision fp64 --save {folder} {GROWS} {flags}"  # the last flag holds
-    done = programs.run(words.split())
+    words = f"train debug --num-layers 2 --seq-length 16 --fp64 --save {folder} {GROWS}"
+    done = programs.run(f"{words} {flags}".split())  # the last flag holds
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -48,6 +48,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "moe_aux_loss_coeff": (0.1,),
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
+            "num_layers": 2,
+            "moe_layer_freq": "[0,1]",
         },
     ),
     "delayed scales of gathered 8 bits": (

@@ -23,11 +23,10 @@ from fivefold.config.presets import PRESETS
 from fivefold.errors import CheckpointError, ConfigError, TrainingError
 from fivefold.train.engine import Engine
 from fivefold.train.folder.origin import Origin
-from fivefold.train.folder.preflight import check_restarts
 from fivefold.train.folder.run_folder import RunFolder
 from fivefold.train.ranks import rejoin
 from fivefold.train.ranks.launch import End, run_ranks
-from fivefold.train.ranks.rank_env import RankEnv
+from fivefold.train.ranks.rank_env import RankEnv, check_restarts
 from fivefold.train.ranks.rejoin import Generations
 from fivefold.train.ranks.restarts import Again, NextStart, Restarts
 from tests import programs
@@ -52,7 +51,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     cache: Path, finished: Path, tmp_path: Path, launcher: str
 ) -> None:
     run = tmp_path / "run"
-    words = command(cache, run, "--save-interval", "1", "--train-iters", "12")
+    words = command(cache, run, "--save-interval", "1", "--train-iters", "20")
     words += ["--lr-decay-iters", "6"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     if launcher == "nproc":

@@ -12,6 +12,7 @@ from dataclasses import asdict
 import pytest
 import torch.distributed as dist
 
+from fivefold.train.health import witness
 from fivefold.train.health.roll_call import (
     ANSWER_SECONDS,
     PATIENCE,
@@ -22,9 +23,9 @@ from fivefold.train.health.roll_call import (
     call,
     key,
 )
-from fivefold.train.health.witness import LOOK_SECONDS
 from fivefold.train.ranks.rank_env import RankEnv
 
+LOOK = 0.1  # seconds between two looks, instead of half a second
 WAITS = Answer("finish (a.py:1)", waits=True, moves=False, stack="", doing="step 1", idle=3.0)
 
 
@@ -40,6 +41,12 @@ def test_a_new_rank_does_not_answer_what_the_dead_one_was_asked(store: dist.TCPS
         assert _await_answer(store, call(store, 2))
 
 
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(witness, "LOOK_SECONDS", LOOK)
+
+
+@pytest.mark.usefixtures("looks_often")
 def test_a_rank_that_leaves_lets_no_later_one_answer_before_it_is_asked(
     store: dist.TCPStore,
 ) -> None:
@@ -50,11 +57,12 @@ def test_a_rank_that_leaves_lets_no_later_one_answer_before_it_is_asked(
             question = call(store, 2)
             assert _await_answer(store, question)
     with RollCall(env):
-        time.sleep(4 * LOOK_SECONDS)
+        time.sleep(4 * LOOK)
         assert not answers(store, [1], question + 1)
         assert _await_answer(store, call(store, 2))
 
 
+@pytest.mark.usefixtures("looks_often")
 def test_a_rank_that_leaves_at_once_does_not_wait_for_its_thread(store: dist.TCPStore) -> None:
     call(store, 2)
     began = time.monotonic()
@@ -62,11 +70,11 @@ def test_a_rank_that_leaves_at_once_does_not_wait_for_its_thread(store: dist.TCP
         with RollCall(RankEnv(1, 1, 2, 2, "127.0.0.1", store.port, "local")):
             pass
         assert "roll call" not in {thread.name for thread in threading.enumerate()}
-    assert time.monotonic() < began + 4 * (LOOK_SECONDS + 0.3)
+    assert time.monotonic() < began + 4 * (LOOK + 0.3)
 
 
 def _await_answer(store: dist.Store, question: int) -> bool:
-    deadline = time.monotonic() + 20 * LOOK_SECONDS
+    deadline = time.monotonic() + 10.0
     while not answers(store, [1], question) and time.monotonic() < deadline:
         time.sleep(0.02)
     return bool(answers(store, [1], question))

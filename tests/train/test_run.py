@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 FIVEFOLD = [sys.executable, "-m", "fivefold"]
 TWO = ("--nproc", "2", "--tp", "2")
 TINY = ["--train-iters", "6", "--save-interval", "3", "--precision", "fp64", "--seq-length", "32"]
-TINY += ["--global-batch-size", "4"]
+TINY += ["--num-layers", "2", "--global-batch-size", "2"]
 
 
 def command(cache: Path, run: Path, *flags: str) -> list[str]:
@@ -301,10 +301,10 @@ def test_what_happens_to_a_folder_under_a_run_is_told(
 def test_deleted_metrics_are_made_again(cache: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     thread = during(run, 3, lambda: (run / "metrics.jsonl").unlink())
-    assert main(command(cache, run, "--nproc", "1", "--train-iters", "15")[3:]) == 0
+    assert main(command(cache, run, "--nproc", "1", "--train-iters", "40")[3:]) == 0
     thread.join()
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
-    assert steps == list(range(1, 16))
+    assert steps == list(range(1, 41))
 
 
 def test_a_signal_before_the_first_step_leaves_nothing(
@@ -364,7 +364,7 @@ DAMAGE = {
     "manifest is no json": (write("manifest.json", "{"), [], "is damaged"),
     "metadata is no pickle": (write(".metadata", "hello"), [], "is damaged"),
     "another model": (nothing, ["--ffn-hidden-size", "256"], "ffn_hidden_size: was 192, is 256"),
-    "another depth": (nothing, ["--num-layers", "2"], "num_layers: was 4, is 2"),
+    "another depth": (nothing, ["--num-layers", "3"], "num_layers: was 2, is 3"),
     "other data": (nothing, ["--seq-length", "16"], "the data is not what"),
     "other seed": (nothing, ["--seed", "7"], "the data is not what"),
     "fewer steps": (nothing, ["--train-iters", "4"], "is at step 6, and train_iters is 4"),
@@ -454,7 +454,7 @@ def test_a_run_that_was_killed_as_it_ended_leaves_nothing_once_it_is_started_aga
         (["--load", "nope"], "there is no checkpoint in nope: no such folder"),
         (["--load", "finishd"], "did you mean 'finished'?"),
         (["--load", "finished"], "is at step 6, and train_iters is 6"),
-        (["--load", "finished", "--num-layers", "2", "--finetune"], "num_layers: was 4, is 2"),
+        (["--load", "finished", "--num-layers", "3", "--finetune"], "num_layers: was 2, is 3"),
         (["--load", "finished", "--seed", "7", "--train-iters", "9"], "the data is not what"),
         (["--load", ""], "load is empty"),
         (["--save", ""], "save is empty"),

@@ -71,6 +71,7 @@ def test_weights_are_given_the_tokens_that_they_know(
     words = ["train", "debug", "--load", str(there), "--finetune", "--save", str(run)]
     words += ["--data-path", str(text), "--data-cache-path", str(tmp_path / "cache")]
     words += ["--seq-length", "32", "--global-batch-size", "1", "--lr-decay-iters", "9"]
+    words += ["--num-layers", "2"]
     words = [word for word in words if kind == "run" or word != "--finetune"]
     assert main([*words, "--train-iters", "1"]) == 0
     told = f"text is tokenised by {there / 'tokenizer.json'}, which came with the weights"

@@ -4,10 +4,11 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import Mock
 
@@ -37,7 +38,7 @@ from tests import programs
 from tests.pool import run
 from tests.verify.cases import CHUNKED, MODELS, chosen, config, named, shared_groups
 
-WINDOW = 11
+WINDOW, STEPS = 11, 4
 
 
 def whole(stage: Stage, ids: list[int]) -> torch.Tensor:
@@ -60,29 +61,40 @@ AGAIN = {
 }
 
 
-@pytest.mark.parametrize("model", chosen(ALL, *(set(ALL) - AGAIN)))
-@settings(max_examples=6)
-@given(data=st.data())
-def test_each_row_is_continued_as_if_alone(model: str, data: st.DataObject) -> None:
-    """Of any lengths, also beyond the window."""
+def continues(name: str, rows: list[list[int]], drawn: Callable[[], list[int]]) -> None:
+    """Compare the logits of rows that are continued together, by `drawn` tokens, with those that
+    each has alone."""
     torch.manual_seed(0)
-    stage = Stage(ALL[model]).double().eval()
+    stage = Stage(ALL[name]).double().eval()
     for parameter in stage.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    tokens = st.integers(0, ALL[model].vocab_size - 1)
-    rows = data.draw(
-        st.lists(st.lists(tokens, min_size=1, max_size=WINDOW + 2), min_size=1, max_size=3)
-    )
-    rows = [list(row) for row in rows]
     decoder = Decoder(stage, rows, WINDOW)
-    for _ in range(4):
-        found = decoder.logits()
-        for row, logits in zip(rows, found, strict=True):
+    for step in range(STEPS):
+        for row, logits in zip(rows, decoder.logits(), strict=True):
             torch.testing.assert_close(logits, whole(stage, row), rtol=1e-10, atol=1e-12)
-        drawn = data.draw(st.lists(tokens, min_size=len(rows), max_size=len(rows)))
-        decoder.add(drawn)
-        for row, token in zip(rows, drawn, strict=True):
-            row.append(token)
+        if step < STEPS - 1:
+            decoder.add(tokens := drawn())
+            rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
+
+
+@pytest.mark.parametrize("model", chosen(ALL, *(set(ALL) - AGAIN)))
+def test_each_row_is_continued_as_if_alone(model: str) -> None:
+    """With padding before two of the rows, and after three tokens beyond the window."""
+    random, size = Random(model), ALL[model].vocab_size
+    rows = [[random.randrange(size) for _ in range(n)] for n in (1, 5, WINDOW - 2)]
+    continues(model, rows, lambda: [random.randrange(size) for _ in rows])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", ALL)
+@settings(max_examples=6)
+@given(data=st.data())
+def test_any_rows_are_continued_as_if_alone(model: str, data: st.DataObject) -> None:
+    tokens = st.integers(0, ALL[model].vocab_size - 1)
+    row = st.lists(tokens, min_size=1, max_size=WINDOW + 2)
+    rows = data.draw(st.lists(row, min_size=1, max_size=3))
+    several = st.lists(tokens, min_size=len(rows), max_size=len(rows))
+    continues(model, rows, lambda: data.draw(several))
 
 
 @shared_groups()
@@ -152,6 +164,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sample")
     (folder / "text.txt").write_text("\n".join(f"the number {n} of many" for n in range(3000)))
     words = ["train", "debug", "--train-iters", "3", "--seq-length", "32", "--nproc", "2"]
+    words += ["--global-batch-size", "2"]
     words += ["--data-path", str(folder / "text.txt"), "--data-cache-path", str(folder / "cache")]
     assert main([*words, "--save", str(folder / "own")]) == 0
     (folder / "chat").mkdir()
@@ -244,17 +257,8 @@ def test_conversations_are_evaluated_by_the_template_that_trained(
     for name, text in (("there", TEMPLATE), ("here", "{% for m in messages %}?{% endfor %}")):
         shutil.copytree(trained / "chat", tmp_path / name / "chat")
         (tmp_path / name / "chat" / "chat_template.jinja").write_text(text)
-    words = [
-        "--sft",
-        "--tokenizer-model",
-        "chat",
-        "--train-iters",
-        "4",
-        "--eval-interval",
-        "4",
-        "--seq-length",
-        "32",
-    ]
+    words = ["--sft", "--tokenizer-model", "chat", "--train-iters", "4", "--eval-interval", "4"]
+    words += ["--eval-iters", "2", "--seq-length", "32", "--global-batch-size", "2"]
     words += ["--data-path", f"{tmp_path}/talks.jsonl", "--data-cache-path", f"{tmp_path}/cache"]
     monkeypatch.chdir(tmp_path / "there")
     assert main(["train", "debug", *words, "--save", str(tmp_path / "run")]) == 0

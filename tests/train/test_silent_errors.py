@@ -30,26 +30,31 @@ from tests.verify.cases import LLAMA, MODELS, chosen, config, named, shared_grou
 STAGES = {"pipeline_model_parallel_layout": "Ett|tttL"}
 AWARE = {"use_precision_aware_optimizer": True}
 TWO = {"num_distributed_optimizer_instances": 2}
+SHORT = {"num_layers": 2}
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "bf16": (2, "llama", named(precision="bf16")),
+    "bf16": (2, "llama", named(precision="bf16", **SHORT)),
     "bf16 and remainders": (
         2,
         "llama",
-        named(precision="bf16", store_param_remainders=True, **AWARE),
+        named(precision="bf16", store_param_remainders=True, **AWARE, **SHORT),
     ),
-    "masters on the host": (2, "llama", named(precision="bf16", optimizer_cpu_offload=True)),
+    "masters on the host": (
+        2,
+        "llama",
+        named(precision="bf16", optimizer_cpu_offload=True, **SHORT),
+    ),
     "moments in 8 bits": (
         2,
         "llama",
-        named(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8", **AWARE),
+        named(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8", **AWARE, **SHORT),
     ),
-    "tp": (4, "llama", named(tp=2)),
+    "tp": (4, "llama", named(tp=2, **SHORT)),
     "sp, cp": (8, "llama", named(tp=2, cp=2, sequence_parallel=True)),
     "pp, tied": (4, "llama tied", named(pp=2, **STAGES)),
-    "replicas of shards": (4, "llama", named(strategy="optim_grads_params", **TWO)),
+    "replicas of shards": (4, "llama", named(strategy="optim_grads_params", **TWO, **SHORT)),
     "replicas of states": (8, "llama tied", named(tp=2, strategy="optim", **TWO)),
     "two copies": (4, "llama tied", named(pp=2, pipeline_schedule="dualpipe", **STAGES)),
-    "experts": (4, "oss", named(ep=2)),
+    "experts": (4, "oss", named(ep=2, **SHORT)),
     "replicas of expert shards": (8, "oss", named(ep=2, strategy="optim_grads", **TWO)),
 }
 
@@ -166,9 +171,9 @@ def spoilt(engine: Engine) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("world", "values", "wrong"),
     [
-        (2, named(attention_dropout=0.1, hidden_dropout=0.1), 1),
-        (4, named(strategy="optim_grads_params"), 2),
-        (4, named(cp=2), 3),
+        (2, named(attention_dropout=0.1, hidden_dropout=0.1, **SHORT), 1),
+        (4, named(strategy="optim_grads_params", **SHORT), 2),
+        (4, named(cp=2, **SHORT), 3),
         pytest.param(
             8, named(tp=2, pp=2, strategy="optim", **STAGES), 5, marks=pytest.mark.exhaustive
         ),
@@ -188,9 +193,9 @@ def test_a_loss_that_one_replica_computes_otherwise_is_found(
 
 
 ALONE = {
-    "experts": (2, named()),
-    "divided within tp": (4, named(tp=2, ep=2)),
-    "split within cp": (4, named(cp=2, etp=2)),
+    "experts": (2, named(**SHORT)),
+    "divided within tp": (4, named(tp=2, ep=2, **SHORT)),
+    "split within cp": (4, named(cp=2, etp=2, **SHORT)),
 }
 
 
@@ -262,9 +267,9 @@ def compare_gradients(rank: int, world: int, values: dict[str, Any], wrong: int)
 @pytest.mark.parametrize(
     ("world", "values"),
     [
-        (2, named(attention_dropout=0.1, hidden_dropout=0.1)),
+        (2, named(attention_dropout=0.1, hidden_dropout=0.1, **SHORT)),
         pytest.param(4, named(strategy="optim_grads_params"), marks=pytest.mark.exhaustive),
-        (4, named(strategy="optim_grads", cp=2)),
+        (4, named(strategy="optim_grads", cp=2, **SHORT)),
         pytest.param(
             8, named(tp=2, pp=2, strategy="optim", **STAGES), marks=pytest.mark.exhaustive
         ),
@@ -276,13 +281,13 @@ def test_a_gradient_that_one_replica_computes_otherwise_is_found(
     world: int, values: dict[str, Any]
 ) -> None:
     """An error in a backward alone, which the loss does not show; the run is not changed by it."""
-    grid = check(config(LLAMA, world, **values), world).grid
-    wrong = world - 1
+    layout = check(config(LLAMA, world, **values), world)
+    grid, layers, wrong = layout.grid, layout.config.model.num_layers, world - 1
     *lines, left = zip(*run(world, compare_gradients, values, wrong), strict=True)
     assert {*left} == {run(world, compare_gradients, values, -1)[0][-1]}
     assert len(lines) >= 1 and all(len({*line}) == 1 for line in lines)
     said = [line[0] for line in lines]
-    assert f"gradient of layers.{LLAMA.num_layers - 1}.mlp." in said[0], said
+    assert f"gradient of layers.{layers - 1}.mlp." in said[0], said
     assert all(" from the same microbatches than " in line for line in said)
     assert any(f"rank {wrong} {grid.name(wrong)}" in line for line in said), said
 

@@ -71,14 +71,15 @@ WHOLE: dict[str, Any] = {
     "adam_eps": 1e-2,
     "lr_decay_style": "constant",
 }
+TWO = replace(LLAMA, num_layers=2)
 PLAIN = replace(GPT, hidden_dropout=0.0, attention_dropout=0.0)
 BF16 = {"precision": "bf16"}
 FP8 = {**BF16, "fp8_format": "hybrid"}
 RECOMPUTED = {"recompute_granularity": "full"}
 CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "one rank": (LLAMA, 1, {}),
+    "one rank": (TWO, 1, {}),
     "tied, biases": (PLAIN, 1, {}),
-    "bf16": (LLAMA, 1, BF16),
+    "bf16": (TWO, 1, BF16),
     "latents, further tokens": (replace(LATENT, mtp_num_layers=2), 1, {}),
     "recomputed, no logits": (
         LLAMA,
@@ -91,7 +92,7 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "bf16 of several ranks": (PLAIN, 2, BF16),
     "gradients sharded": (LLAMA, 2, named(strategy="optim_grads")),
     "parameters sharded": (
-        replace(LLAMA, num_layers=2),
+        TWO,
         2,
         {**BF16, **named(strategy="optim_grads_params")},
     ),
@@ -217,7 +218,7 @@ def _measured(rank: int, world: int, settings: Config, folder: Path) -> None:
 
 
 def test_steps_that_are_measured_are_launched(tmp_path: Path) -> None:
-    settings = _settings(LLAMA, 1, {"profile": True, "train_iters": 20})
+    settings = _settings(TWO, 1, {"profile": True, "train_iters": 20})
     run(1, _measured, settings, tmp_path)
 
 
@@ -247,7 +248,7 @@ def _quiet(rank: int, world: int, settings: Config) -> int:
 
 def test_no_act_is_marked_while_a_step_is_recorded() -> None:
     """A mark is an event, and one of a capture cannot be asked for."""
-    assert run(1, _quiet, _settings(LLAMA, 1, {})) == [1]
+    assert run(1, _quiet, _settings(TWO, 1, {})) == [1]
 
 
 def test_batches_of_the_same_form_take_the_same_memory() -> None:
@@ -275,7 +276,10 @@ def _batches(settings: Config, index: int) -> list[Batch]:
 
 
 OF_FOUR_STEPS = {
-    "train": ("--train-iters", "4", "--lr-warmup-iters", "0", "--save", "run", "--manual-gc"),
+    "train": (
+        *("--mock-data", "--train-iters", "4", "--lr-warmup-iters", "0", "--save", "run"),
+        "--manual-gc",
+    ),
     "verify": ("--steps", "4"),
 }
 
@@ -310,6 +314,7 @@ def test_graphs_end_before_the_groups_that_they_use(
     command: str, ranks: int, tmp_path: Path
 ) -> None:
     words = [command, "debug", "--nproc", f"{ranks}", "--tp", "1", "--no-sequence-parallel"]
+    words += ["--num-layers", "2", "--global-batch-size", "2", "--seq-length", "16"]
     words += ["--no-reset-attention-mask", *OF_FOUR_STEPS[command]]
     (tmp_path / "kept").mkdir()
     done = Program(_end_of_graphs, [*words], tmp_path / "kept", cwd=tmp_path)

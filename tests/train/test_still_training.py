@@ -45,6 +45,7 @@ def trained(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 2 and 4, of which the second is put aside."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     flags = f"--train-iters 4 --save-interval 2 --lora-rank 2 --data-path {cache}"
+    flags += f" --data-cache-path {cache}/cache --num-layers 2 --global-batch-size 2"
     done = run(["train", "debug", "--save", str(folder), *flags.split()])
     assert done.returncode == 0, done.stderr
     (folder / "checkpoints" / "step-00000004").rename(folder / "checkpoints" / "later")

@@ -127,10 +127,11 @@ def _events(rank: int, world: int, settings: Config) -> list[str]:
     return events
 
 
+SHORT = flags() | {"num_layers": 2}
 CASES = {
-    "one rank": (1, "llama", flags()),
-    "one rank, bf16": (1, "gpt", flags() | {"precision": "bf16"}),
-    "ring": (2, "llama", flags() | {"context_parallel_size": 2, "cp_comm_type": ("p2p",)}),
+    "one rank": (1, "llama", SHORT),
+    "one rank, bf16": (1, "gpt", SHORT | {"precision": "bf16"}),
+    "ring": (2, "llama", SHORT | {"context_parallel_size": 2, "cp_comm_type": ("p2p",)}),
     "two copies": (
         2,
         "llama tied",
@@ -156,7 +157,7 @@ def test_nothing_waits_between_the_first_forward_and_the_last_update(case: str) 
         assert events[last:] == ["tolist"], "the result is read once, and that is seen"
 
 
-_EP = {"expert_model_parallel_size": 2}
+_EP = {"expert_model_parallel_size": 2, "num_layers": 2, "moe_layer_freq": "[0,1]"}
 _FIXED = _EP | {"moe_expert_rank_capacity_factor": 0.9}
 EXPERTS = {
     "alltoall, ranks": (4, _FIXED | {"expert_tensor_parallel_size": 2}),
