@@ -80,6 +80,10 @@ class Gpu:
     launch: float = 3e-6
     overlap_slowdown: float = 0.1
 
+    def __hash__(self) -> int:
+        """Of a few figures, for speed: times of kernels are looked up by them."""
+        return hash((self.name, self.memory_bandwidth, self.matmul.bf16, self.launch))
+
     def multiplies_in(self, precision: str) -> bool:
         """Whether the GPU has units for a precision, with known rates."""
         return None not in (getattr(self.peak, precision), getattr(self.matmul, precision))

@@ -141,9 +141,10 @@ def _record(
         rule = rule_of_thumb(result.request)
         told["rules"] = {"steps": rule.steps, **compared(result, rule.candidate)}
     if options.guide:
+        from fivefold.tell.guide import advice
         from fivefold.tell.guide import as_json as advised
 
-        told["guide"] = advised(result)
+        told["guide"] = advised(advice(result))
     if other is not None:
         from fivefold.tell.explain import best_with
 
@@ -221,9 +222,9 @@ def _questions(result: "SearchResult", options: Options) -> Iterator[str]:
             "the rule of thumb", prose(rules(result, rule_of_thumb(result.request)))
         )
     if options.guide:
-        from fivefold.tell.guide import guide
+        from fivefold.tell.guide import advice, guide
 
-        yield from _section("what guides say", guide(result))
+        yield from _section("what guides say", guide(result, advice(result)))
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:

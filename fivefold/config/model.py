@@ -68,6 +68,11 @@ class StateShape(NamedTuple):
 class ModelConfig(AttentionSizes):
     """The architecture of a decoder-only transformer, and what follows from its settings."""
 
+    def __hash__(self) -> int:
+        """Of a few sizes, for speed: a search looks up tens of thousands of things by a model."""
+        sizes = (self.num_layers, self.hidden_size, self.ffn_hidden_size, self.vocab_size)
+        return hash((*sizes, self.num_attention_heads, self.num_experts))
+
     @property
     def norms_before(self) -> bool:
         """Whether attention and MLP read a normalised state."""

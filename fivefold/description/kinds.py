@@ -61,6 +61,7 @@ class LayerKind(NamedTuple):
         return before + ("moe" if self.experts else "dense")
 
 
+@lru_cache(maxsize=4096)
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
     """The kind of a layer."""
     predicts, linear = model.starts_prediction(layer), model.is_linear(layer)

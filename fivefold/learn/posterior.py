@@ -141,25 +141,25 @@ def _most_plausible(
     """The shifts with the least sum of weighted squares of residuals and of themselves."""
     layouts = [each.layout for each in observations]
 
-    def cost(shifts: Vector) -> float:
-        off = _residuals(observations, cluster, shifts)
+    def cost(shifts: Vector, off: Vector) -> float:
         return float(weights @ off**2 + shifts @ trust @ shifts)
 
     shifts, damping = start, 1e-3
-    least = cost(shifts)
+    off = _residuals(observations, cluster, shifts)
+    least = cost(shifts, off)
     for _ in range(_ROUNDS):
         slopes = _slopes(layouts, cluster, shifts)
-        off = _residuals(observations, cluster, shifts)
         curve = slopes.T @ (weights[:, None] * slopes) + trust
         pull = slopes.T @ (weights * off) - trust @ shifts
         while damping < 1e6:
             step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), pull)
-            if (found := cost(shifts + step)) <= least:
+            left = _residuals(observations, cluster, shifts + step)
+            if (found := cost(shifts + step, left)) <= least:
                 break
             damping *= 10
         else:
             break
-        shifts, least, damping = shifts + step, found, max(damping / 10, 1e-6)
+        shifts, off, least, damping = shifts + step, left, found, max(damping / 10, 1e-6)
         if np.abs(step).max() < _SETTLED:
             break
     return shifts

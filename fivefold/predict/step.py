@@ -150,6 +150,8 @@ class _Predictor:
             if kind not in known:
                 known[kind] = self._stage(kind, spec)
         self.stages = tuple(known[kind] for kind in self.kinds)
+        totals = {kind: times.total for kind, times in known.items()}
+        self.totals = tuple(totals[kind] for kind in self.kinds)
 
     @cached_property
     def clock(self) -> Clock:
@@ -245,7 +247,7 @@ class _Predictor:
     @cached_property
     def costs(self) -> Costs:
         """Times of the pipeline actions; a backward includes its recomputation."""
-        totals = [stage.total for stage in self.stages * self.layout.num_copies]
+        totals = self.totals * self.layout.num_copies
         smallest = 1e-9  # seconds of an empty stage
         waits = self.hop if self._waits_for_hops else 0.0
         costs = Costs(
@@ -273,8 +275,8 @@ class _Predictor:
         time."""
         slices, split = self.parallel.num_sequence_slices, self.layout.split
         stages = [
-            (move, times.total.forward / slices, len(spec.layers))
-            for move, times, spec in zip(moves, self.stages, split.stages, strict=True)
+            (move, total.forward / slices, len(spec.layers))
+            for move, total, spec in zip(moves, self.totals, split.stages, strict=True)
         ]
         placement = with_copies(split.placement, self.layout.num_copies)
         gpu, by_block = self.cluster.gpu, self.software.gathers_by_block
@@ -294,7 +296,7 @@ class _Predictor:
             dense, experts, tensors = self._trained(parts)
             muon = max(muon, orthogonalising_seconds(self.layout, self.cluster, parts))
             share = dense / shard.size, experts / expert.size
-            work = sum((self.stages[s].total for s in own), Phases())
+            work = sum((self.totals[s] for s in own), Phases())
             backward = min(backward, work.dx + work.dw)
             worst = max(worst, share if sharded else (dense, experts), key=sum)
             most = max(most, tensors)

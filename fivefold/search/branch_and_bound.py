@@ -50,6 +50,7 @@ class Ledger:
         looks: number of layouts whose memory was predicted.
         times_cache: times of layers and operations, shared by all layouts of the search.
         programs: programs that were paid for already.
+        best: step time of the fastest layout found, in seconds; infinite if there is none.
     """
 
     work: float
@@ -59,11 +60,12 @@ class Ledger:
     looks: int = 0
     times_cache: TimesCache = field(default_factory=dict)
     programs: set[tuple[object, ...]] = field(default_factory=set)
+    best: float = np.inf
 
-    @property
-    def best(self) -> float:
-        """Step time of the fastest layout found, in seconds; infinite if there is none."""
-        return min((c.seconds for c in self.found), default=np.inf)
+    def add(self, candidate: Candidate) -> None:
+        """Add a layout that fits to those found."""
+        self.found.append(candidate)
+        self.best = min(self.best, candidate.seconds)
 
     @property
     def spent(self) -> bool:
@@ -240,7 +242,7 @@ class OpenCandidates:
         if candidate.prediction is not None:
             if not ledger.found:
                 ledger.work = max(ledger.work, TO_IMPROVE)
-            ledger.found.append(candidate)
+            ledger.add(candidate)
         else:
             ledger.rejected.append(candidate)
             self._close_smaller_sharding(row)

@@ -83,7 +83,7 @@ class Refiner:
         ledger.looked(layout)
         if candidate.prediction is None:
             return inf
-        ledger.found.append(candidate)
+        ledger.add(candidate)
         return candidate.seconds
 
     def _limits(self, base: Candidate) -> Iterator[dict[str, Any]]:

@@ -168,7 +168,7 @@ class _Search:
             for layout in smallest_of(self.space, self.ranks):
                 candidate = evaluate(request, layout, times_cache=ledger.times_cache)
                 if candidate.prediction is not None:
-                    ledger.found.append(candidate)
+                    ledger.add(candidate)
         self.refiner.run(self.partials)
         found = self._checked(ledger.found)
         least = min((candidate.seconds for candidate in found), default=0.0)

@@ -193,19 +193,18 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 
 
 def _under(result: SearchResult, change: str, cluster: Cluster) -> Sensitivity:
-    best = result.best
+    best, before = result.best, result.request.cluster
     here = [*result.by_mesh()[:SOME], *result.found[:SOME], best]
-    if cluster.gpu.memory_bytes > result.request.cluster.gpu.memory_bytes:
+    if cluster.gpu.memory_bytes > before.gpu.memory_bytes:
         faster = sorted(
             (c for c in result.rejected if c.bound < best.seconds), key=lambda c: c.bound
         )
         here += faster[: 2 * SOME]
-    elif cluster.gpu.memory_bytes < result.request.cluster.gpu.memory_bytes:
+    elif cluster.gpu.memory_bytes < before.gpu.memory_bytes:
         here = list(result.found)
+    here = [*{id(candidate): candidate for candidate in here}.values()]
     sized = [replace(c, memory=replace(c.memory, cluster=cluster)) for c in here]
-    fitting = [candidate for candidate in sized if candidate.memory.fits]
-    predictions = predict_all([candidate.layout for candidate in fitting], cluster)
-    looked = [replace(c, prediction=p) for c, p in zip(fitting, predictions, strict=True)]
+    looked = _timed([c for c in sized if c.memory.fits], cluster, before)
     if not looked:
         return Sensitivity(change, inf, best, False)
     fastest = min(looked, key=lambda c: c.seconds)
@@ -213,6 +212,21 @@ def _under(result: SearchResult, change: str, cluster: Cluster) -> Sensitivity:
     if unmoved and unmoved[0].seconds <= fastest.seconds * (1 + NOISE):
         fastest = unmoved[0]
     return Sensitivity(change, fastest.seconds, fastest, fastest.layout is not best.layout)
+
+
+def _timed(candidates: list[Candidate], cluster: Cluster, before: Cluster) -> list[Candidate]:
+    """The candidates with their times on a cluster that was `before`; memory changes none."""
+    gpu = replace(cluster.gpu, memory_bytes=before.gpu.memory_bytes)
+    larger = replace(cluster, gpu=gpu) == before
+    known = [c.prediction is not None and larger for c in candidates]
+    new = [c.layout for c, is_known in zip(candidates, known, strict=True) if not is_known]
+    predictions = iter(predict_all(new, cluster, times_cache={}))
+    return [
+        replace(
+            c, prediction=replace(c.predicted, cluster=cluster) if is_known else next(predictions)
+        )
+        for c, is_known in zip(candidates, known, strict=True)
+    ]
 
 
 def binding(result: SearchResult) -> str:

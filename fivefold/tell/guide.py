@@ -325,9 +325,9 @@ def _within(result: SearchResult, table: Table, row: Row, tries: Iterable[Only])
     return Advice(table, row, None, False)
 
 
-def guide(result: SearchResult) -> Iterator[str]:
-    """The rows of all tables with the cost of following them, as text."""
-    for each in advice(result):
+def guide(result: SearchResult, found: Iterable[Advice]) -> Iterator[str]:
+    """The rows of all tables with the cost of following them, as text; `found`: their advice."""
+    for each in found:
         title = f"by {each.table.by} ({each.table.source}): "
         title += f"{each.row.case}: {each.row.says}" if each.row else "no row for this"
         yield from prose([title])
@@ -351,7 +351,7 @@ def _seconds(candidate: Candidate) -> str:
     return f"{human_seconds(candidate.seconds)} a step"
 
 
-def as_json(result: SearchResult) -> list[dict[str, Any]]:
+def as_json(found: Iterable[Advice]) -> list[dict[str, Any]]:
     """The same as values for JSON."""
     return [
         {
@@ -363,7 +363,7 @@ def as_json(result: SearchResult) -> list[dict[str, Any]]:
             "layout": each.best and summary(each.best.layout),
             "step_seconds": each.best and each.best.seconds,
         }
-        for each in advice(result)
+        for each in found
     ]
 
 

@@ -54,6 +54,7 @@ class Line:
             with (
                 patch.dict(os.environ, {**self.env, "HOME": str(folder)}),
                 patch("fivefold.data.paths._builtin_files", lambda: [Path(__file__)]),
+                patch("fivefold.cli.doctor.SECTIONS", {}),  # it would measure the machine
                 contextlib.redirect_stdout(out),
                 contextlib.redirect_stderr(err),
             ):

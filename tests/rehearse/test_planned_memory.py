@@ -267,7 +267,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3.5-27b",
         {
             "num_layers": 4,
-            "seq_length": 4096,
+            "seq_length": 512,
             "global_batch_size": 2,
             "recompute_granularity": "full",
         },

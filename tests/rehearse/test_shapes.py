@@ -92,7 +92,7 @@ def by_rules(shapes: ShapesOnly, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def rehearsed(name: str) -> list[Script]:
-    scripts = rehearse_ranks(small(name), range(LAYOUTS[name][1]))
+    scripts = rehearse_ranks(small(name), (0, LAYOUTS[name][1] - 1))
     return [replace(script, seconds=0.0) for script in scripts]
 
 

@@ -75,7 +75,7 @@ def test_lines_fit_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch, cap
     size = os.terminal_size((width, 9))
     monkeypatch.setattr(columns.shutil, "get_terminal_size", lambda *_, **__: size)
     monkeypatch.setattr(columns.sys.stdout, "isatty", lambda: True, raising=False)
-    text = re.sub("\x1b\\[\\d+m", "", _said("plan gpt2 --gpus 16 --gbs 64", capsys))
+    text = re.sub("\x1b\\[\\d+m", "", _said("plan gpt2 --gpus 16 --gbs 64 --cp 1", capsys))
     lines = text.partition("\nnext\n")[0].splitlines()
     assert max(map(len, lines)) <= width
     longest = max(len(line) for line in lines if line.startswith(("layout ", "step ")))
@@ -85,7 +85,7 @@ def test_lines_fit_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch, cap
 @pytest.mark.slow
 def test_why_answers_in_five_lines_and_repeats_nothing(monkeypatch, capsys) -> None:
     monkeypatch.setattr(columns, "line_width", lambda: 10_000)
-    asked = "plan gpt2 --gpus 8 --gbs 32"
+    asked = "plan gpt2 --gpus 8 --gbs 32 --pipeline-schedule 1f1b"
     answer = set(_said(asked, capsys).splitlines())
     for words in SETTINGS:
         lines = _said(f"{asked} --why '{words}'", capsys).splitlines()

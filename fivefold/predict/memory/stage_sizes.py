@@ -60,10 +60,12 @@ class StageSizes:
     @cached_property
     def read(self) -> tuple[float, ...]:
         """Bytes that deferred weight gradients of each layer need."""
-        return tuple(
-            self.tokens * deferred_bytes(self.described(n).operations, self.running_of(n))
-            for n in range(len(self.numbers))
-        )
+        kinds = [layer.kind for layer in self._described]
+        each = {
+            kind: self.tokens * deferred_bytes(self.described(n).operations, self.running_of(n))
+            for kind, n in {kind: n for n, kind in enumerate(kinds)}.items()
+        }
+        return tuple(each[kind] for kind in kinds)
 
     @cached_property
     def gone(self) -> float:
@@ -127,8 +129,12 @@ class StageSizes:
         between = range(len(sizes) - 2, 0, -1)
         return frozenset(first | {max(between, key=sizes.__getitem__, default=0)})
 
-    def behind(self, place: int) -> tuple[GatheredBlock, ...]:
+    @cached_property
+    def behind(self) -> Callable[[int], tuple[GatheredBlock, ...]]:
         """Trained parameters of the layers behind one, in the order of a backward."""
+        return cache(self._blocks_behind)
+
+    def _blocks_behind(self, place: int) -> tuple[GatheredBlock, ...]:
         numbers = self.numbers[:place:-1]
         blocks = (layer_block(self.layout, number, trained=True) for number in numbers)
         return tuple(part for block in blocks for part in block.parts(self.policy) if part.size)
@@ -144,4 +150,9 @@ class StageSizes:
 
     def described(self, place: int) -> Layer:
         """The operations of a layer of the stage."""
-        return describe_layer(self.layout.config.model, self.numbers[place])
+        return self._described[place]
+
+    @cached_property
+    def _described(self) -> list[Layer]:
+        model = self.layout.config.model
+        return [describe_layer(model, number) for number in self.numbers]

@@ -60,7 +60,8 @@ class Phases(NamedTuple):
     dw: float = 0.0
 
     def __add__(self, other: "Phases") -> "Phases":  # type: ignore[override]
-        return Phases(self.forward + other.forward, self.dx + other.dx, self.dw + other.dw)
+        (forward, dx, dw), (more, also, too) = self, other
+        return Phases(forward + more, dx + also, dw + too)
 
     def __mul__(self, times: float) -> "Phases":  # type: ignore[override]
         return Phases(self.forward * times, self.dx * times, self.dw * times)

@@ -2,12 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from fivefold.config.memory import MemoryConfig
+from fivefold.config.model import ModelConfig
 from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.description.shape import ModelParts, all_layers
 from fivefold.layout import Layout
+from fivefold.pipeline.split.stages import StageSpec
 from fivefold.predict.times.compute import Phases
 
 _NOTHING = Phases()
@@ -18,8 +22,7 @@ def _plus(a: Phases, b: Phases) -> Phases:
     return a if b is _NOTHING else b if a is _NOTHING else a + b
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Seconds by cause: computation, recomputation, and exposed communication.
 
     `offload` is the exposed part of copies to host memory and back, `host` what is left of the time
@@ -35,7 +38,7 @@ class Times:
     offload: Phases = _NOTHING
     host: Phases = _NOTHING
 
-    def __add__(self, other: "Times") -> "Times":
+    def __add__(self, other: "Times") -> "Times":  # type: ignore[override]
         # Written out for speed: a search adds some hundred thousand of these, mostly zeros.
         return Times(
             _plus(self.compute, other.compute),
@@ -48,12 +51,12 @@ class Times:
             _plus(self.host, other.host),
         )
 
-    def __mul__(self, count: float) -> "Times":
-        return Times(*(getattr(self, cause) * count for cause in _CAUSES))
+    def __mul__(self, count: float) -> "Times":  # type: ignore[override]
+        return Times(*[each if each is _NOTHING else each * count for each in self])
 
     def without_dw(self) -> "Times":
         """The same without the products that make weight gradients."""
-        return replace(self, compute=self.compute._replace(dw=0.0))
+        return self._replace(compute=self.compute._replace(dw=0.0))
 
     @property
     def work(self) -> Phases:
@@ -64,21 +67,18 @@ class Times:
     def total(self) -> Phases:
         """The sum over all causes."""
         found = _NOTHING
-        for cause in (self.compute, self.recompute, self.tp, self.cp, self.ep, self.dp):
-            found = _plus(found, cause)
-        return _plus(_plus(found, self.offload), self.host)
-
-
-_CAUSES = tuple(cause.name for cause in fields(Times))
+        for cause in self:
+            if cause is not _NOTHING:
+                found = _plus(found, cause)
+        return found
 
 
 def added(times: Iterable[Times]) -> Times:
     """The sum of times, without intermediate results, for speed: most additions of a search are
     here."""
-    totals = [_NOTHING] * len(_CAUSES)
+    totals = [*Times()]
     for each in times:
-        # All fields in their order: cheaper than to ask for each by its name.
-        for place, cause in enumerate(vars(each).values()):
+        for place, cause in enumerate(each):
             if cause is not _NOTHING:
                 totals[place] = _plus(totals[place], cause)
     return Times(*totals)
@@ -126,20 +126,25 @@ class StageKind:
     @classmethod
     def of(cls, layout: Layout, stage: int) -> "StageKind":
         """The kind of a stage; stages of one kind take the same time."""
-        memory, model = layout.memory_of(stage), layout.config.model
-        spec = layout.split.stages[stage]
-        again, first = run_again(memory), len(spec.layers)
+        memory, spec = layout.memory_of(stage), layout.split.stages[stage]
+        first = len(spec.layers)
         if memory.recomputes_first_layers:
             (first,) = memory.recompute_num_layers
-        layers = Counter(
-            (layer_kind(model, layer), again if place < first else ())
-            for place, layer in enumerate(spec.layers)
-        )
-        for layer in all_layers(model, ModelParts(mtp=spec.mtp)):
-            layers[layer_kind(model, layer), again] += 1
+        return _kind(layout.config.model, spec, run_again(memory), first)
 
-        def place(item: tuple[tuple[LayerKind, Again], int]) -> tuple[bool, LayerKind, bool]:
-            (kind, repeated), _ = item
-            return kind.predicts, kind, repeated == ()
 
-        return cls(spec.embedding, spec.head, spec.mtp, tuple(sorted(layers.items(), key=place)))
+@lru_cache(maxsize=4096)
+def _kind(model: ModelConfig, spec: StageSpec, again: Again, first: int) -> StageKind:
+    """The kind of a stage of which the `first` layers, and further predictions, run `again`."""
+    layers = Counter(
+        (layer_kind(model, layer), again if place < first else ())
+        for place, layer in enumerate(spec.layers)
+    )
+    for layer in all_layers(model, ModelParts(mtp=spec.mtp)):
+        layers[layer_kind(model, layer), again] += 1
+
+    def place(item: tuple[tuple[LayerKind, Again], int]) -> tuple[bool, LayerKind, bool]:
+        (kind, repeated), _ = item
+        return kind.predicts, kind, repeated == ()
+
+    return StageKind(spec.embedding, spec.head, spec.mtp, tuple(sorted(layers.items(), key=place)))
