@@ -2,15 +2,18 @@
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,32 +150,35 @@ def test_a_sky_task_asks_for_the_gpus() -> None:
     assert (content["num_nodes"], content["volumes"]) == (2, {"/shared": "claim"})
 
 
-def test_a_ray_worker_trains_as_a_rank(tmp_path: Path) -> None:
+def test_a_ray_worker_trains_as_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's parts are stand-ins that run one worker in this process."""
-    stand_ins = {
-        "__init__": "FailureConfig = RunConfig = ScalingConfig = dict",
-        "torch": (
-            "import os, torch.distributed as dist\n"
-            "class TorchTrainer:\n"
-            "    def __init__(self, run, train_loop_config, scaling_config, run_config):\n"
-            "        self.run, self.scaling = run, scaling_config\n"
-            "    def fit(self):\n"
-            "        assert self.scaling == {'num_workers': 1, 'use_gpu': False}, self.scaling\n"
-            "        alone = dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1', LOCAL_WORLD_SIZE='1')\n"
-            "        os.environ.update(alone, MASTER_ADDR='127.0.0.1', MASTER_PORT='0')\n"
-            "        store = dist.HashStore()\n"
-            "        dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
-            "        self.run({})\n"
-        ),
-    }
-    (tmp_path / "ray" / "train").mkdir(parents=True)
-    for name, text in stand_ins.items():
-        (tmp_path / "ray" / "train" / f"{name}.py").write_text(text)
+
+    class TorchTrainer:
+        def __init__(self, run: Any, scaling_config: Any, **_: Any) -> None:
+            assert scaling_config == {"num_workers": 1, "use_gpu": False}
+            self.run = run
+
+        def fit(self) -> None:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            try:
+                self.run({})
+            finally:
+                dist.destroy_process_group()
+
+    settings = dict.fromkeys(("FailureConfig", "RunConfig", "ScalingConfig"), dict)
+    torch_part = SimpleNamespace(TorchTrainer=TorchTrainer)
+    parts = {"ray": SimpleNamespace(), "ray.train": SimpleNamespace(**settings)}
+    for name, part in (parts | {"ray.train.torch": torch_part}).items():
+        monkeypatch.setitem(sys.modules, name, part)
+    where = dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
+    where |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+    where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
     script, save = tmp_path / "job.py", tmp_path / "run"
     argv = ["--ranks-per-node", "1", "--gpu", "none", "--train-iters", "4", "--save", str(save)]
     assert main(["launch", "ray", "debug", *argv, "--output", str(script)]) == 0
-    path = f"{tmp_path}:{Path(__file__).parents[2]}"
-    subprocess.run([sys.executable, script], env=os.environ | {"PYTHONPATH": path}, check=True)
+    runpy.run_path(str(script), run_name="__main__")
     assert len((save / "metrics.jsonl").read_text().splitlines()) == 4
 
 
