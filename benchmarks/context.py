@@ -38,7 +38,7 @@ from fivefold.audit.traffic import Traffic
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
-from fivefold.context.attention import Across, Deal, Heads
+from fivefold.context.attention import Across, HeadAssignment, Heads
 from fivefold.context.balance import split
 from fivefold.context.install import make_kernel
 from fivefold.context.transport import Backward, Gather, Own, Ring
@@ -94,13 +94,13 @@ class PublishedUlysses:
     ) -> Tensor:
         """See `model.attention.grouped_query.Kernel`."""
         assert scope.part is not None
-        deal = Deal(self.group, scope.part, q.shape[2], k.shape[2])
+        assignment = HeadAssignment(self.group, scope.part, q.shape[2], k.shape[2])
         q, k, v = (
-            _Exchange.apply(x, deal, spans)
-            for x, spans in ((q, deal.queries), (k, deal.keys), (v, deal.keys))
+            _Exchange.apply(x, assignment, spans)
+            for x, spans in ((q, assignment.queries), (k, assignment.keys), (v, assignment.keys))
         )
         out = attention(q, k, v, Scope(), None)
-        back: Tensor = _Exchange.apply(out, deal, None)
+        back: Tensor = _Exchange.apply(out, assignment, None)
         return back
 
 
@@ -108,15 +108,15 @@ class _Exchange(torch.autograd.Function):
     """Heads for tokens with `spans`, which says whose heads are whose; tokens for heads without."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, deal: Deal, spans: Callable | None) -> Tensor:
-        ctx.deal, ctx.spans = deal, spans
-        return _to_tokens(x, deal) if spans is None else _to_heads(x, deal, spans)
+    def forward(ctx: Any, x: Tensor, assignment: HeadAssignment, spans: Callable | None) -> Tensor:
+        ctx.assignment, ctx.spans = assignment, spans
+        return _to_tokens(x, assignment) if spans is None else _to_heads(x, assignment, spans)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.spans is None:
-            return _to_heads(grad, ctx.deal, ctx.deal.queries), None, None
-        parts = _received(ctx.deal, ctx.deal.by_rank(grad.flatten(2)))
+            return _to_heads(grad, ctx.assignment, ctx.assignment.queries), None, None
+        parts = _received(ctx.assignment, ctx.assignment.by_rank(grad.flatten(2)))
         dealt = [part.unflatten(2, (-1, grad.shape[3])) for part in parts]
         heads = ctx.spans(len(dealt) - 1)[1]
         total = grad.new_zeros((*dealt[0].shape[:2], heads, grad.shape[3]))
@@ -125,18 +125,18 @@ class _Exchange(torch.autograd.Function):
         return total, None, None
 
 
-def _to_heads(x: Tensor, deal: Deal, spans: Callable) -> Tensor:
-    sends = [x[:, :, slice(*spans(rank))].flatten(2) for rank in range(deal.group.size())]
-    return deal.in_order(_received(deal, sends)).unflatten(2, (-1, x.shape[3]))
+def _to_heads(x: Tensor, assignment: HeadAssignment, spans: Callable) -> Tensor:
+    sends = [x[:, :, slice(*spans(rank))].flatten(2) for rank in range(assignment.group.size())]
+    return assignment.in_order(_received(assignment, sends)).unflatten(2, (-1, x.shape[3]))
 
 
-def _to_tokens(x: Tensor, deal: Deal) -> Tensor:
-    parts = _received(deal, deal.by_rank(x.flatten(2)))
+def _to_tokens(x: Tensor, assignment: HeadAssignment) -> Tensor:
+    parts = _received(assignment, assignment.by_rank(x.flatten(2)))
     return torch.cat(parts, dim=-1).unflatten(2, (-1, x.shape[3]))
 
 
-def _received(deal: Deal, sends: list[Tensor]) -> list[Tensor]:
-    return deal.exchange(sends, [sends[0].shape[2]] * len(sends))
+def _received(assignment: HeadAssignment, sends: list[Tensor]) -> list[Tensor]:
+    return assignment.exchange(sends, [sends[0].shape[2]] * len(sends))
 
 
 def _hierarchy(groups: Groups) -> Kernel:

@@ -41,7 +41,7 @@ class Call:
         gives: tensors that are read, in order.
         gets: tensors that are written, in order.
         size: bytes of the whole buffer, as `counts.messages.wire_bytes` wants them.
-        parts: of an all-to-all, bytes for each rank and bytes from each; empty otherwise.
+        parts: bytes that an all-to-all sends to each rank, and receives; else empty.
         peer: rank in the group of a message; None for collectives.
         tag: number of a message.
     """

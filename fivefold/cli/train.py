@@ -1,7 +1,6 @@
 """`fivefold train`: check the settings, then show what would run, or run it."""
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,23 +10,14 @@ from fivefold.check import check
 from fivefold.cli.budget import BUDGET_HELP, within_budget
 from fivefold.cli.helps import DEVICE_HELP, NPROC_HELP, RECIPE_HELP
 from fivefold.cli.plan_options import USUAL_CLUSTER
-from fivefold.cli.style import note, paint
+from fivefold.cli.style import note
 from fivefold.config.config import Config
 from fivefold.config.settings import Count, Whole, argument, option
-from fivefold.config.sources import load_with_origins, to_toml
-from fivefold.counts.derived import describe
+from fivefold.config.sources import load_with_origins
 from fivefold.errors import ConfigError, Mistake, Mistakes
-from fivefold.layout import Layout
-from fivefold.pipeline.draw.text import draw
-from fivefold.pipeline.split.stages import stage_table
-from fivefold.tell.columns import listed
-from fivefold.train.folder.fetched import with_fetched
-from fivefold.train.folder.preflight import check_restarts, check_start, with_home
+from fivefold.train.folder.homes import with_home
 from fivefold.train.machine.devices import Asked
-from fivefold.train.ranks.rank_env import read_rank_env
-
-PICTURE_WIDTH = 160  # characters; wider pictures wrap and become useless
-PICTURE_ACTS = 64  # microbatches x stages; more make pictures too wide
+from fivefold.train.ranks.rank_env import check_restarts, read_rank_env
 
 
 @dataclass(frozen=True)
@@ -98,10 +88,14 @@ def run(argv: Sequence[str]) -> int:
         raise error if options.nproc is not None else _by_launcher(error) from error
     # Imported late: numpy here, and torch only when all settings have been checked.
     from fivefold.train.corpora import check_corpora, check_data_settings
+    from fivefold.train.folder.fetched import with_fetched
+    from fivefold.train.folder.preflight import check_start
 
     if options.dry_run:
+        from fivefold.cli.preview import preview
+
         check_data_settings(config)  # the files may be on another machine
-        print("\n".join(_preview(layout)))
+        print("\n".join(preview(layout)))
         return 0
     check_start(config)
     config = with_fetched(config, note)
@@ -186,31 +180,3 @@ def ranks(nproc: int | None, *, dry_run: bool = False) -> int:
         what = f"--nproc {nproc} starts ranks, and {env.launcher} has started {env.world_size}"
         raise ConfigError(Mistake(what, works=("--nproc none",)))
     return nproc
-
-
-def _preview(layout: Layout) -> Iterator[str]:
-    yield _title("settings")
-    yield to_toml(layout.config)
-    yield _title("mesh: rank order, rightmost fastest")
-    yield from layout.grid.describe()
-    if layout.grid.pp > 1:
-        yield _title("\nstages")
-        yield stage_table(layout.split)
-        yield from _picture(layout)
-    yield _title("\nwhat follows")
-    yield from listed(describe(layout), right=(1,))
-
-
-def _picture(layout: Layout) -> Iterator[str]:
-    title = f"\nprogram: {layout.schedule}, F forward, B backward, time to the right"
-    if layout.num_microbatches * len(layout.split.stages) <= PICTURE_ACTS:
-        picture = draw(layout.program())
-        if max(map(len, picture.splitlines())) <= PICTURE_WIDTH:
-            yield _title(title)
-            yield picture
-            return
-    yield _title(f"\nprogram: {layout.schedule}, too long to be drawn here")
-
-
-def _title(text: str) -> str:
-    return paint(text, "bold", sys.stdout)

@@ -39,7 +39,7 @@ from fivefold.tell.explain import percent
 from fivefold.tell.infeasible import why_nothing
 from fivefold.train.corpora import check_corpora, open_data
 from fivefold.train.folder.fetched import with_fetched
-from fivefold.train.folder.preflight import with_home
+from fivefold.train.folder.homes import with_home
 from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
 from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.units import human_seconds, table

@@ -359,8 +359,7 @@ class Architecture:
     mtp_num_layers: Whole = option(0, "further tokens that are predicted (multi-token prediction)")
     mtp_hybrid_override_pattern: str | None = option(
         None,
-        "layers of each further prediction of a hybrid model, in the letters of "
-        "hybrid_override_pattern",
+        "layers of each MTP module of a hybrid model, in the letters of hybrid_override_pattern",
     )
     mtp_use_repeated_layer: bool = option(
         False,

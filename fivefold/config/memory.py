@@ -184,7 +184,7 @@ class MemoryConfig:
         """The settings of one layer, if modules are recomputed in the first layers of a stage.
 
         Args:
-            place: its place in the stage; 0 for further predictions, which are recomputed wherever
+            place: its place in the stage; 0 for MTP modules, which are recomputed wherever
                 the stage recomputes anything.
         """
         selects = self.recomputes_first_layers and self.recompute_granularity == "selective"

@@ -9,7 +9,7 @@ class Reach(NamedTuple):
     """Limits which earlier tokens of its document a token attends to.
 
     Attributes:
-        window: to how many before itself it attends; None: no window.
+        window: tokens before itself that it attends to; None: no window.
         chunk: tokens of the chunks within which it attends, the first of which starts with the
             document; None: no chunks.
     """

@@ -224,7 +224,7 @@ def changed(options: Any, names: Collection[str] | None = None) -> list[Setting]
 
     Args:
         options: the object.
-        names: those to look at; None: all.
+        names: settings to look at; None: all.
     """
     found = (s for s in settings_of(type(options)) if names is None or s.name in names)
     return [setting for setting in found if getattr(options, setting.name) != setting.default]

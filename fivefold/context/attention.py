@@ -126,11 +126,11 @@ class Heads:
         """See `model.attention.grouped_query.Kernel`."""
         part = scope.part
         assert part is not None, "whole rows need no context parallelism"
-        deal = self.deal(part, q_BSND, k_BSGD)
+        assignment = self.assignment(part, q_BSND, k_BSGD)
         features = q_BSND.shape[3], k_BSGD.shape[3], v_BSGD.shape[3]
         packed = [x.flatten(2) for x in (q_BSND, k_BSGD, v_BSGD)]
-        q, k, v = ToHeads.apply(deal, features, *packed)
-        first, last = deal.queries(self.group.rank())
+        q, k, v = ToHeads.apply(assignment, features, *packed)
+        first, last = assignment.queries(self.group.rank())
         if drop is not None:
             drop = drop.after(first)
         scope = replace(scope, scores=scope.scores.of_heads(first, last))
@@ -145,16 +145,16 @@ class Heads:
         else:
             outer = MicrobatchShare(part.shards.merged(self.group.size()), self.outer_rank)
             out = self.inner(q, k, v, replace(scope, part=outer), drop)
-        back: Tensor = ToTokens.apply(out.flatten(2), deal)
+        back: Tensor = ToTokens.apply(out.flatten(2), assignment)
         return back.unflatten(2, (q_BSND.shape[2], -1))
 
-    def deal(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> "Deal":
+    def assignment(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> "HeadAssignment":
         """The assignment of heads and tokens to ranks."""
-        return Deal(self.group, part, q_BSND.shape[2], k_BSGD.shape[2])
+        return HeadAssignment(self.group, part, q_BSND.shape[2], k_BSGD.shape[2])
 
 
 @dataclass(frozen=True)
-class Deal:
+class HeadAssignment:
     """The assignment of heads and tokens to the ranks of a group.
 
     Attributes:
@@ -195,10 +195,10 @@ class Deal:
         """Split tokens in row order into those of each rank: the inverse of `in_order`."""
         pieces = self._pieces()
         parts = x_BSF.split([stop - start for (start, stop), _, _ in pieces], dim=1)
-        dealt: list[list[Tensor]] = [[] for _ in self.members]
+        parts_by_rank: list[list[Tensor]] = [[] for _ in self.members]
         for (_, rank, _), values in zip(pieces, parts, strict=True):
-            dealt[rank].append(values)
-        return [torch.cat(values, dim=1) for values in dealt]
+            parts_by_rank[rank].append(values)
+        return [torch.cat(values, dim=1) for values in parts_by_rank]
 
     def exchange(self, sends: list[Tensor], features: list[int]) -> list[Tensor]:
         """All-to-all: send one [B, S, F] to each rank, receive `features[r]` features from r."""
@@ -222,28 +222,32 @@ class ToHeads(torch.autograd.Function):
     tokens. The first has query heads, the others key/value heads; `dims`: features of a head."""
 
     @staticmethod
-    def forward(ctx: Any, deal: Deal, dims: tuple[int, ...], *packed: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, assignment: HeadAssignment, dims: tuple[int, ...], *packed: Tensor
+    ) -> tuple[Tensor, ...]:
         """One [B, L, N, D] for each."""
-        ctx.deal, ctx.dims = deal, dims
+        ctx.assignment, ctx.dims = assignment, dims
         sends = [
             torch.cat([x[..., slice(*span)] for x, span in zip(packed, spans, strict=True)], -1)
-            for spans in (_features(deal, rank, dims) for rank in range(deal.group.size()))
+            for spans in (
+                _features(assignment, rank, dims) for rank in range(assignment.group.size())
+            )
         ]
-        rank = deal.group.rank()
-        received = deal.exchange(sends, [sends[rank].shape[2]] * len(sends))
-        widths = [last - first for first, last in _features(deal, rank, dims)]
-        parts = deal.in_order(received).split(widths, dim=-1)
+        rank = assignment.group.rank()
+        received = assignment.exchange(sends, [sends[rank].shape[2]] * len(sends))
+        widths = [last - first for first, last in _features(assignment, rank, dims)]
+        parts = assignment.in_order(received).split(widths, dim=-1)
         return tuple(x.unflatten(2, (-1, dim)) for x, dim in zip(parts, dims, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads_BSND: Tensor) -> tuple[Tensor | None, ...]:
         """The reverse exchange; gradients of a head that several ranks have are summed."""
-        deal, dims = ctx.deal, ctx.dims
-        sends = deal.by_rank(torch.cat([grad.flatten(2) for grad in grads_BSND], dim=-1))
-        spans = [_features(deal, rank, dims) for rank in range(deal.group.size())]
+        assignment, dims = ctx.assignment, ctx.dims
+        sends = assignment.by_rank(torch.cat([grad.flatten(2) for grad in grads_BSND], dim=-1))
+        spans = [_features(assignment, rank, dims) for rank in range(assignment.group.size())]
         widths = [[last - first for first, last in of_rank] for of_rank in spans]
-        received = deal.exchange(sends, [sum(width) for width in widths])
-        heads = deal.num_heads, *(deal.num_kv_heads,) * (len(dims) - 1)
+        received = assignment.exchange(sends, [sum(width) for width in widths])
+        heads = assignment.num_heads, *(assignment.num_kv_heads,) * (len(dims) - 1)
         wide = torch.promote_types(sends[0].dtype, torch.float32)
         totals = [
             sends[0].new_zeros((*received[0].shape[:2], count * dim), dtype=wide)
@@ -255,9 +259,9 @@ class ToHeads(torch.autograd.Function):
         return None, None, *(total.to(sends[0].dtype) for total in totals)
 
 
-def _features(deal: Deal, rank: int, dims: tuple[int, ...]) -> list[Span]:
+def _features(assignment: HeadAssignment, rank: int, dims: tuple[int, ...]) -> list[Span]:
     """For each rank, the ranges of the packed features that go to it."""
-    heads = deal.queries(rank), *(deal.keys(rank),) * (len(dims) - 1)
+    heads = assignment.queries(rank), *(assignment.keys(rank),) * (len(dims) - 1)
     return [(first * d, last * d) for (first, last), d in zip(heads, dims, strict=True)]
 
 
@@ -265,15 +269,17 @@ class ToTokens(torch.autograd.Function):
     """Outputs [B, S, F]: from own heads of all tokens to all heads of own tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSF: Tensor, deal: Deal) -> Tensor:
+    def forward(ctx: Any, x_BSF: Tensor, assignment: HeadAssignment) -> Tensor:
         """[B, S, F] of all heads."""
-        ctx.deal = deal
-        sends = deal.by_rank(x_BSF)
-        return torch.cat(deal.exchange(sends, [x_BSF.shape[2]] * len(sends)), dim=-1)
+        ctx.assignment = assignment
+        sends = assignment.by_rank(x_BSF)
+        return torch.cat(assignment.exchange(sends, [x_BSF.shape[2]] * len(sends)), dim=-1)
 
     @staticmethod
     def backward(ctx: Any, grad_BSF: Tensor) -> tuple[Tensor, None]:
         """The reverse exchange."""
-        deal: Deal = ctx.deal
-        sends = list(grad_BSF.chunk(deal.group.size(), dim=-1))
-        return deal.in_order(deal.exchange(sends, [sends[0].shape[2]] * len(sends))), None
+        assignment: HeadAssignment = ctx.assignment
+        sends = list(grad_BSF.chunk(assignment.group.size(), dim=-1))
+        return assignment.in_order(
+            assignment.exchange(sends, [sends[0].shape[2]] * len(sends))
+        ), None

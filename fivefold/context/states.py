@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.context.attention import Deal, ToHeads, ToTokens
+from fivefold.context.attention import HeadAssignment, ToHeads, ToTokens
 from fivefold.model.linear_attention.state_layer import StateLayer, Within
 
 
@@ -29,10 +29,10 @@ class StatesOfHeads:
         """See `StateKernel`."""
         part, heads = within.part, mixed.shape[2]
         assert part is not None, "whole rows need no context parallelism"
-        deal = Deal(self.group, part, heads, heads)
+        assignment = HeadAssignment(self.group, part, heads, heads)
         features = mixed.shape[3], rates.shape[3]
-        mixed, rates = ToHeads.apply(deal, features, mixed.flatten(2), rates.flatten(2))
-        learned = layer.learned(deal.queries(self.group.rank()))
+        mixed, rates = ToHeads.apply(assignment, features, mixed.flatten(2), rates.flatten(2))
+        learned = layer.learned(assignment.queries(self.group.rank()))
         out = layer.states(mixed, rates, learned, layer.group, within.documents)
-        back: Tensor = ToTokens.apply(out.flatten(2), deal)
+        back: Tensor = ToTokens.apply(out.flatten(2), assignment)
         return back.unflatten(2, (heads, -1))

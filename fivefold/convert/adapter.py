@@ -146,7 +146,7 @@ def open_adapter(
         raise CheckpointError(f"{folder}: {why}")
     _see_settings(adapter, model)
     if model.mtp_num_layers and not has_predictions(FAMILIES[kind].tensors, model, adapter.modules):
-        what = f"{folder} has no adapters for the layers that predict further tokens"
+        what = f"{folder} has no adapters for the layers of multi-token prediction"
         why = "transformers leaves these layers out, and so does an adapter that was made with it"
         raise CheckpointError(Mistake(what, (why,), works=("--mtp-num-layers 0",)))
     _see_targets(adapter, places)

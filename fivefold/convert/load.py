@@ -163,7 +163,7 @@ def model_in(hub: HubFolder, adapter: PeftAdapter | None = None) -> ModelConfig:
     """The architecture of a folder: that of its config.json, without predictions that it lacks,
     with these adapters.
 
-    transformers neither loads nor saves DeepSeek-V3's layers that predict further tokens, so that
+    transformers neither loads nor saves DeepSeek-V3's layers of multi-token prediction, so that
     an adapter made with it has none in them, wherever the weights have them.
 
     Raises:

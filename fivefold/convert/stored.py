@@ -30,7 +30,7 @@ class Stored:
         shape: shape of our tensor.
         names: the tensor there; E of them if `by_expert`.
         axis: dim of our tensor that counts output features or vocabulary entries, from the end.
-        rows: for each place along `axis`, its place there; None: the same. Places past the end of
+        rows: place there of each place along `axis`; None: the same. Places past the end of
             `rows` are padding, which is not stored.
         of: size of that dim there.
         transposed: whether the last two dims are swapped there.

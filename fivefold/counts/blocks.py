@@ -23,7 +23,7 @@ from fivefold.model.eight_bit.rules import in_eight_bits
 class GatheredBlock:
     """Parameters that are gathered together; a layer's experts may be a separate block.
 
-    A block is a layer, a further prediction (its layers with norms and projection; all predictions
+    A block is a layer, an MTP module (its layers with norms and projection; all modules
     if they have the same weights), or the ends of the model in a stage.
 
     Attributes:
@@ -96,7 +96,7 @@ class GatheredBlock:
 def stage_blocks(
     layout: Layout, stage: StageParts, *, trained: bool = False, whole_embedding: bool = False
 ) -> tuple[GatheredBlock, ...]:
-    """The blocks of a stage: its ends, then further predictions, then each kind of layer.
+    """The blocks of a stage: its ends, then MTP modules, then each kind of layer.
 
     `trained`: only the parameters that are trained; `whole_embedding`: the token embedding is not
     split by tensor parallelism, unless it is the output layer, too.
@@ -107,7 +107,7 @@ def stage_blocks(
 
 
 def layer_block(layout: Layout, layer: int, *, trained: bool = False) -> GatheredBlock:
-    """The block of one layer; all layers of a further prediction (or of several with shared
+    """The block of one layer; all layers of an MTP module (or of several with shared
     weights) belong to the block of its first layer."""
     model = layout.config.model
     degrees = (layout.grid.tp, layout.grid.ep, layout.grid.etp)

@@ -144,7 +144,7 @@ def _parameters(layout: Layout) -> list[Row]:
             human_count(count.total),
             f"embedding {human_count(count.embedding)} + {_layers(model)} + head "
             f"{human_count(count.head)}{tied}"
-            + (f" + further prediction {human_count(count.mtp)}" if count.mtp else ""),
+            + (f" + multi-token prediction {human_count(count.mtp)}" if count.mtp else ""),
         ),
     ]
     if model.lora_rank is not None:

@@ -16,10 +16,11 @@ class HostTraffic:
     """Bytes copied in a step.
 
     Attributes:
-        out: to the host: gradients, each time that they are reduced, and what the device updates.
-        back: to the device: sums of gradients to which more is added, and updated weights or all
-            that the device needs to update them.
-        brought: to the device: weights that are there for their gathers only.
+        out: bytes to the host: gradients, each time that they are reduced, and what the device
+            updates.
+        back: bytes to the device: sums of gradients to which more is added, and updated weights,
+            or all that the device needs to update them.
+        brought: bytes to the device: weights that are there for their gathers only.
     """
 
     out: float

@@ -31,7 +31,7 @@ def remade_layers(layout: Layout, stage: int) -> Iterator[tuple[int, Remade]]:
         for place in group:
             modules = memory.of_layer(place).remade_modules
             yield parts.layers[place], Remade(again, again and place == group[-1], modules)
-    # A further prediction ends with a norm.
+    # An MTP module ends with a norm.
     whole = memory.recompute_granularity == "full"
     for layer in all_layers(model, ModelParts(mtp=parts.mtp)):
         yield layer, Remade(whole, False, memory.remade_modules)

@@ -165,7 +165,7 @@ class ShardedVolumes:
         )
 
     def _in_turn(self, group: str, unit: str) -> int:
-        """How often a run of a stage gathers a unit: experts that make all further predictions are
+        """How often a run of a stage gathers a unit: experts that all MTP modules share are
         gathered for each, if they come and go."""
         model, parallel = self.layout.config.model, self.parallel
         by_program = parallel.pipeline_max_unsharded_stages is not None

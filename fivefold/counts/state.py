@@ -167,8 +167,8 @@ class _OffDevice:
     """Bytes of masters and moments that are off the device.
 
     Attributes:
-        kept: all of them.
-        beyond: those of moments in 8 bits that are more than the policy says.
+        kept: bytes in all.
+        beyond: bytes of 8-bit moments beyond those that the policy counts.
         rooms: rooms through which they pass.
         gradients: the same for their gradients.
     """

@@ -87,7 +87,7 @@ class _Volumes:
         reduce-scatter = 3. The loss gathers 2 numbers per token (3 with label smoothing) in at
         least fp32. Latents are smaller than hidden states.
 
-        Each further prediction looks up an embedding, and projects two hidden states to one like a
+        Each MTP module looks up an embedding, and projects two hidden states to one like a
         column-parallel linear (4, or 2 gathers and a reduce-scatter = 6). Its features are gathered
         (1), or exchanged for tokens forward and backward (1/t each). Output layer and loss run once
         more.
@@ -171,7 +171,7 @@ class _Volumes:
 
         These are those of the forward, except that recomputation stops at the last saved tensor,
         before the sum that ends an MLP (unless a dropout mask or a norm follows, which ends each
-        further prediction).
+        MTP module).
         """
         last = (1 if self.parallel.sequence_parallel else 2) * self.model.hidden_size
         features = 0.0

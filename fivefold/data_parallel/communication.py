@@ -141,7 +141,7 @@ class HierarchicalReduceScatter(_Buffers):
     Args:
         format: form of the messages.
         inner: ranks of a node; None: all ranks exchange their gradients at once.
-        outer: those with this rank's place in every node.
+        outer: ranks with this rank's place in every node.
 
     Attributes:
         format: form of the messages.

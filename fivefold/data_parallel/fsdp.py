@@ -122,7 +122,7 @@ class ShardedStage(StageGradients):
 
     def away(self, *, backward: bool = False, further: bool = True) -> Iterator[AwayShards]:
         """Blocks whose shards are elsewhere, in the order in which a forward or a `backward`
-        gathers them; `further`: with further predictions."""
+        gathers them; `further`: with multi-token prediction."""
         order: list[Any] = self._units
         if backward:
             root, *layers = self._units

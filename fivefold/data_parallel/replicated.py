@@ -23,7 +23,7 @@ class ReplicatedStage(StageGradients):
 
     Args:
         stage: stage with tensor and expert parallelism installed.
-        group_of: by name of a trained parameter, the group of ranks that hold the same part of it
+        group_of: name of a trained parameter -> the ranks that hold the same part of it
             and see other tokens; None: one rank.
         policy: data-parallel settings.
         reduces_in_hooks: whether to start buckets during the last backward; otherwise all start in

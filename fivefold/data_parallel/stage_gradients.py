@@ -97,7 +97,7 @@ class StageGradients(ABC):
 
     def away(self, *, backward: bool = False, further: bool = True) -> Iterator[AwayShards]:
         """Blocks whose shards are elsewhere, in the order in which a forward or a `backward`
-        gathers them; `further`: with further predictions."""
+        gathers them; `further`: with multi-token prediction."""
         return iter(())
 
     def second_copies(self) -> Iterator[Tensor]:

@@ -180,7 +180,7 @@ def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict
 
     The pipeline holds it for its gradient. Elsewhere the first layer counts it as its own: as its
     input if it is recomputed, else as that of its first norm, or of its first product. So does the
-    output layer behind the stage of further predictions, unless it keeps none, or them divided.
+    output layer behind the stage of multi-token prediction, unless it keeps none, or them divided.
     """
     size = running.element_bytes * model.hidden_size / running.token_parts
     if parts.head and not has_final_norm(model, parts):

@@ -14,7 +14,7 @@ class LayerKind(NamedTuple):
 
     Attributes:
         experts: whether the layer has experts instead of a dense MLP.
-        predicts: whether a further prediction starts with it: it comes with a projection and norms.
+        predicts: whether an MTP module starts with it, and so has a projection and norms.
         linear: whether it has linear attention, or Mamba-2.
         mixer: all that the layer has (`hybrid_override_pattern`); None: attention and an MLP.
         wide: whether its linear layers keep bf16 where those of others have 8 bits.

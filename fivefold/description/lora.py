@@ -24,8 +24,8 @@ class Adapters(Operation):
         beside: that operation, as it is where its own weights are trained.
         rank: features between A and B.
         columns: its adapted linears that are column-parallel.
-        rows: those that are row-parallel.
-        wholes: those that every tensor-parallel rank holds whole.
+        rows: layers that are row-parallel.
+        wholes: layers that every tensor-parallel rank holds whole.
         dropped: weights of those that do not split their inputs, if adapters have dropout: each
             then reads, and keeps, an input of its own.
     """

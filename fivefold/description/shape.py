@@ -47,7 +47,7 @@ class StageParts(Protocol):
 
     @property
     def mtp(self) -> int:
-        """Number of further predictions that it makes: all or 0."""
+        """Number of MTP modules that it has: all or 0."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def whole_model(model: ModelConfig) -> ModelParts:
 
 
 def all_layers(model: ModelConfig, parts: StageParts) -> tuple[int, ...]:
-    """The layers of a stage, those of further predictions last."""
+    """The layers of a stage, those of multi-token prediction last."""
     first = model.num_layers
     return *parts.layers, *range(first, first + parts.mtp * model.prediction_size)
 
@@ -75,7 +75,7 @@ def all_layers(model: ModelConfig, parts: StageParts) -> tuple[int, ...]:
 def placed_layers(model: ModelConfig, parts: StageParts) -> list[tuple[int, int]]:
     """The layers of a stage with their places, by which some of them are recomputed.
 
-    Those of further predictions come last, each at place 0: they are recomputed wherever the stage
+    Those of multi-token prediction come last, each at place 0: they are recomputed where the stage
     recomputes anything, and a prediction by itself.
     """
     return [
@@ -88,7 +88,7 @@ def canonical_name(model: ModelConfig, name: str) -> str:
     """The name under which a parameter is initialised and stored.
 
     With tied embeddings the last pipeline stage owns a copy of `embed_tokens.weight` named
-    `lm_head.weight`. A stage that predicts further tokens may own another copy,
+    `lm_head.weight`. A stage with MTP modules may own another copy,
     `mtp_embed_tokens.weight`. Every other parameter has one name.
     """
     return EMBEDDING if name in embedding_names(model) else name
@@ -104,7 +104,7 @@ def embedding_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def sets_of_predictions(model: ModelConfig, parts: StageParts) -> int:
-    """Sets of weights of the further predictions that a stage makes."""
+    """Sets of weights of a stage's MTP modules."""
     return min(parts.mtp, model.prediction_sets)
 
 
@@ -153,7 +153,7 @@ def layer_weights(model: ModelConfig, layer: int) -> Weights:
     """Name within the layer -> parameter, for every parameter of one transformer layer.
 
     All experts of a layer are one parameter, [E, out, in]. An index from `num_layers` on means a
-    layer of a further prediction, here without the prediction's norms and projection.
+    layer of an MTP module, here without the prediction's norms and projection.
     """
     kind = layer_kind(model, layer)._replace(predicts=False)
     return {weight.name: weight for weight in describe(model, kind).weights}
@@ -163,7 +163,7 @@ def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weight
     """Global name -> parameter, for every parameter that a stage (default: the model) owns.
 
     A tied output weight is listed only if the stage does not hold the input embedding. A stage that
-    predicts further tokens without holding the embedding has a copy of it.
+    has MTP modules but not the embedding has a copy of it.
     """
     parts = parts or whole_model(model)
     found: dict[str, Weight] = {}
@@ -394,6 +394,6 @@ def _head(model: ModelConfig) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
 
 
 def _copies_embedding(model: ModelConfig, parts: StageParts) -> bool:
-    """Whether a stage needs the embedding for further predictions only."""
+    """Whether a stage needs the embedding for multi-token prediction only."""
     tied_here = parts.head and not model.untie_embeddings_and_output_weights
     return parts.mtp > 0 and not parts.embedding and not tied_here

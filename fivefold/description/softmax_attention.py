@@ -25,7 +25,7 @@ class Clamp(Operation):
 
     Attributes:
         queries: features of a token's queries, over all ranks.
-        keys: those of its keys and values.
+        keys: features of a token's keys and values, over all ranks.
         heads: key/value heads of the model.
     """
 

@@ -36,7 +36,7 @@ def install_experts(
         groups: process groups of experts.
         overlaps: whether shared experts run during dispatch and combine.
         deferred: receives deferred weight gradients of grouped linears.
-        dims: by parameter name, the dim that ranks of an expert split; None: each holds all of it.
+        dims: parameter name -> the dim that ranks of an expert split; None: none.
         kernels: DeepEP's kernels that send tokens; None: collectives send them.
         meanwhile: function called before waiting for rows; None: nothing.
     """

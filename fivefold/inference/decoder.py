@@ -21,7 +21,7 @@ class Decoder:
 
     Args:
         stage: a whole model, or a tensor-parallel rank's part of it.
-        rows: at least one token each.
+        rows: prompts of at least one token each.
         window: most tokens that the model is given.
         group: tensor-parallel group, without sequence parallelism; None: one device.
     """

@@ -69,7 +69,7 @@ def evaluate_run(
         layout: checked layout, of the run's model; its settings say which sets are read.
         step: step of the checkpoint; the latest when None.
         device: where the ranks compute.
-        progress: told of work on the data.
+        progress: function that is told of work on the data.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.

@@ -53,7 +53,7 @@ class Posterior:
     Attributes:
         prior: the machine before.
         shifts: logarithms of the factors by which its constants moved, as `CONSTANTS`.
-        covariance: of these.
+        covariance: covariance of these shifts.
         unexplained: standard deviation of what constants do not explain of a layout's step, as a
             logarithm.
         observations: the runs.

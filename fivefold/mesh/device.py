@@ -47,7 +47,7 @@ def launch(
         grid: its programs along each axis.
         x: its first argument.
         arguments: the others.
-        constants: those that it is compiled for, and options of Triton.
+        constants: arguments that it is compiled for, and options of Triton.
     """
     if x.is_cuda or not uses_gpu_kernels(x):  # Triton's interpreter takes tensors on a CPU
         kernel[grid](x, *arguments, **{**TRITON, **constants})

@@ -231,7 +231,7 @@ class _Relayed:
     Attributes:
         name: name of the operation.
         link: way of its group.
-        arrived: is done when the copies to the device have been launched.
+        arrived: future that is done when the copies to the device have been launched.
         hosts: arguments of the operation on copies in host memory.
         read: mark behind the copies from the device.
         kept: tensors that are being copied from the device.

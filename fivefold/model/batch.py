@@ -227,7 +227,7 @@ class FixedBatches:
         device: where they are to be.
 
     Attributes:
-        batches: those on the device.
+        batches: batches on the device.
     """
 
     def __init__(self, batches: Sequence[Batch], device: torch.device) -> None:

@@ -54,9 +54,9 @@ class Context:
         chunks: what `packing` is for layers that attend within chunks of documents.
         documents: documents as layers with linear attention walk through them; None: no such layer.
         temperature: factors of queries by position, [B, S, 1, 1]; None: all 1.
-        shift: by how much the numbers of layers are higher than those of the first ones that have
-            their weights, in further predictions that share them.
-        noted: is told losses of layers in their backwards.
+        shift: difference between the numbers of layers and those of the first ones that have
+            their weights, in MTP modules that share them.
+        noted: receives losses of layers in their backwards.
     """
 
     rows: int

@@ -162,7 +162,7 @@ class Dropout:
         seed: seed of the run.
         step: optimizer step.
         rows_T: run-wide ids of this rank's tokens in the residual stream.
-        all_rows_T: those of all ranks that split the tokens of the residual stream.
+        all_rows_T: ids of all ranks that split the tokens of the residual stream.
         token_ids_BL: run-wide ids of the L tokens attended to; the queries are the last S.
         fused: whether kernels of a GPU make masks where they drop (`bias_dropout_fusion`), those
             of attention's probabilities within attention.
@@ -247,7 +247,7 @@ class AdapterDropout:
 
     Attributes:
         rows_T: run-wide ids of this rank's tokens in the residual stream.
-        all_rows_T: those of all ranks that split the tokens of the residual stream.
+        all_rows_T: ids of all ranks that split the tokens of the residual stream.
         p: drop probability.
         key: int64 scalar that identifies the linear layer and step.
         fused: as in `Dropout`.
@@ -339,10 +339,10 @@ class LayerDropout:
     """All dropout of one layer, created before a compiled layer runs, which cannot compute keys.
 
     Attributes:
-        attended: of what attention adds to the residual stream; None: no dropout.
-        made: of what the MLP adds; None: no dropout.
-        heads: of attention probabilities; None: no dropout.
-        adapters: of what adapters read, by the names of their linear layers.
+        attended: dropout of what attention adds to the residual stream, or None.
+        made: dropout of what the MLP adds, or None.
+        heads: dropout of attention probabilities, or None.
+        adapters: dropout of what adapters read, by the names of their linear layers.
     """
 
     attended: HiddenDropout | None = None

@@ -87,14 +87,14 @@ class FurtherToken(nn.Module):
 
 
 def with_further(batch: Batch, depths: int) -> Batch:
-    """A whole batch with the shifted tokens, labels and weights of further predictions.
+    """A whole batch with the shifted tokens, labels and weights of multi-token prediction.
 
     Past the end of a document or row, a token gets an ignored label and an arbitrary token. That
     token changes nothing: with causal attention only states with ignored labels see it.
 
     Args:
         batch: whole rows, before any rank takes its part.
-        depths: D; 0: no further predictions.
+        depths: D; 0: no multi-token prediction.
     """
     if depths == 0:
         return batch
@@ -143,7 +143,7 @@ def objective(losses: Tensor, scaling_factor: float) -> Tensor:
     (fewer at greater depths), but per microbatch.
 
     Args:
-        losses: [1 + D], that of the next token first; or a scalar without further predictions.
+        losses: [1 + D], that of the next token first; or a scalar without multi-token prediction.
         scaling_factor: Megatron-LM's mtp_loss_scaling_factor.
     """
     if losses.dim() == 0:

@@ -74,7 +74,7 @@ class Stage(nn.Module):
         shard_tokens: seam that takes this rank's part of per-token values [T], as of residuals.
         fuses_rope, fuses_dropout: as in `model.fusions`.
         noted: losses of layers that their backwards came to know, for each that has ended.
-        z_sums: of the latest losses, the parts that are z-loss; empty without it.
+        z_sums: parts of the latest losses that are z-loss; empty without it.
     """
 
     embed_tokens: Embedding | None
@@ -276,7 +276,7 @@ def _embedding_norm(model: ModelConfig, parts: StageParts) -> nn.Module:
     return make_norm(model) if normed else nn.Identity()
 
 
-def taught(stage: Stage) -> list[Router | Indexer]:
+def with_own_losses(stage: Stage) -> list[Router | Indexer]:
     """Modules of a stage that have losses of their own, which are means over the global batch."""
     return [module for module in stage.modules() if isinstance(module, Router | Indexer)]
 

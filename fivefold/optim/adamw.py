@@ -46,7 +46,7 @@ class AdamW:
         config: betas, epsilon and weight decay.
         blocks: parameters that are updated together, and what is called once their new values are
             on their way, in the order of the updates; empty: all parameters together.
-        places: by name, where the parameters' parts are in the whole model; needed where moments
+        places: name -> where a parameter's part is in the whole model; needed where moments
             have fewer bits than parameters, which are then rounded stochastically, or gradients.
         rooms: zeros in which moments are kept, by their names in `state_tensors`; for others, and
             if there are none, memory is taken.

@@ -47,7 +47,7 @@ def update(
         grads_RC: its gradient.
         moments: the first and the second.
         ids: int64 of rows and columns, by which random bits are made.
-        key: of the parameter and the step.
+        key: key of the parameter and the step.
         step: fp32 scalar, this step's number, from 1 on.
         found_inf: fp32 scalar; where it is 1, no bit changes.
         group: the optimizer's settings.

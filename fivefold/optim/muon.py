@@ -238,7 +238,7 @@ class MuonAdamW(AdamW):
     Args:
         parameters: as for `AdamW`.
         config: settings of both.
-        matrices: those of which several ranks may hold parts, with the number of these ranks and
+        matrices: matrices that several ranks may hold in parts, with the number of these ranks and
             their group: of experts, and all others.
         dtype: type in which Newton-Schulz iterations multiply.
         blocks: as for `AdamW`.

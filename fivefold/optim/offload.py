@@ -38,7 +38,7 @@ class HostAdamW:
     Args:
         parameters: parameters by global name, in the order of the forward; plain tensors or
             DTensors on their device.
-        counted: for each name, whether this rank counts the gradient in the global norm.
+        counted: name -> whether this rank counts the gradient in the global norm.
         config: as for `AdamW`.
         dtype: dtype of masters, and of moments that are not rounded.
         gradient_dtype: dtype of gradients.

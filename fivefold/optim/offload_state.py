@@ -34,8 +34,8 @@ class Visit:
     Attributes:
         bucket: the bucket.
         lines: masters, moments and gradients of the bucket.
-        end: to be called when they are updated, or will be once a copy onto them has ended; what
-            lies on a disk is then written back.
+        end: function to call when they are updated, or will be once a copy onto them has ended;
+            it writes back what lies on a disk.
     """
 
     bucket: Bucket

@@ -109,7 +109,7 @@ class RoundingAdamW(torch.optim.AdamW):
         groups: groups of parameters, as for torch's.
         places: the place of each parameter in the model.
         steps: tells the optimizer steps taken before.
-        settings: of torch's AdamW.
+        settings: settings of torch's AdamW.
     """
 
     def __init__(

@@ -95,8 +95,8 @@ def program_times(
 
     Args:
         layouts: checked layouts; `planned=True` suffices.
-        sent: for each, strategies and transfers of each stage: the other numbers are by how much
-            each of these makes the program longer at least.
+        sent: for each layout, strategies and transfers of each stage; the other numbers of the
+            result are seconds by which each of these makes the program longer, at least.
         cluster: the hardware.
         times_cache: times to share with other layouts, as `LayerTimes` takes them.
     """

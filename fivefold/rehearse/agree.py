@@ -18,7 +18,7 @@ def disagreements(scripts: Sequence[Script], name: Callable[[int], str]) -> list
     it. If no pair differs, one circular wait is reported, if there is any.
 
     Args:
-        scripts: of some ranks of a job; those of other ranks are taken to be like them.
+        scripts: what some ranks of a job do; other ranks are assumed to be like them.
         name: coordinates of a rank, as text.
     """
     found = [
@@ -35,8 +35,8 @@ class _Sorted:
 
     Attributes:
         rank: as of the script, and so are `groups` and `axes`.
-        collectives: those of each group, in order.
-        messages: those of each kind, group and peer, in order.
+        collectives: collectives of each group, in order.
+        messages: messages of each kind, group and peer, in order.
     """
 
     def __init__(self, script: Script) -> None:

@@ -19,7 +19,7 @@ class Issued:
         sent: bytes that this rank sends.
         peer: rank in the group of a message; None for collectives.
         tag: number of a message.
-        parts: of an all-to-all, bytes for each rank and bytes from each; empty otherwise.
+        parts: bytes that an all-to-all sends to each rank, and receives; else empty.
     """
 
     op: str

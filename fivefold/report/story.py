@@ -41,7 +41,7 @@ class Happening:
 
     Attributes:
         when: local time.
-        what: in a few words.
+        what: name of the event in a few words.
         details: more about it, or empty.
     """
 

@@ -26,7 +26,7 @@ class RankTrace:
     Attributes:
         rank: the rank.
         events: the trace's events.
-        seconds: from the first event to the end of the last.
+        seconds: time from the first event to the end of the last.
         acts: seconds on the host in pipeline actions, by kind; F&B: in overlapped pairs.
         messages: number and bytes sent, by axis and operation.
         operations: seconds of each operation itself, without those inside it: of GPUs their

@@ -39,7 +39,7 @@ Values = NDArray[np.float64]
 LAYERS = range(8)
 PREDICTION, EMBEDDING, HEAD = range(8, 11)
 """Kinds of modules in a pipeline stage: the model's kinds of layers in order of appearance (at most
-eight), a further prediction with all its layers, the embedding, the head."""
+eight), an MTP module with all its layers, the embedding, the head."""
 KINDS = 11
 
 
@@ -333,7 +333,7 @@ def affine(
     messages.
 
     Args:
-        seconds: those of a group of a size, whose ranks lie so far apart, for a number of bytes.
+        seconds: (ranks, their distance, bytes) -> seconds of the collective in one such group.
         size: ranks of each group.
         stride: distance of these ranks.
     """

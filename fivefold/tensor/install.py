@@ -63,7 +63,7 @@ def install_tensor_parallel(
         exchange: how linears gather tokens and sum products over the tp axis; if it splits tokens,
             norms and residuals process only this rank's.
         deferred: receives deferred weight gradients.
-        dims: by parameter name, the dim that ranks split; None: each rank holds the whole
+        dims: parameter name -> the dim that ranks split; None: each rank holds the whole
             parameter. Parameters that are missing stay unchanged.
     """
     group, sequence_parallel = groups.tp, exchange.splits_tokens

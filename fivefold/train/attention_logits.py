@@ -67,7 +67,7 @@ class AttentionLogits:
 
         Args:
             found: as `agreed` gave them.
-            optimizer: has the weights.
+            optimizer: optimizer that holds the weights.
         """
         limit, alpha = self._settings.qk_clip_threshold, self._settings.qk_clip_alpha
         share_LN = torch.where(found > limit, limit / found, 1.0).cpu()

@@ -295,7 +295,7 @@ class Engine:
         """Number of valid tokens, from batches on the host, over all ranks that see different
         tokens.
 
-        A scalar; or [1 + D], one number per depth, where the batches ask for D further predictions.
+        A scalar; or [1 + D], one number per depth, where the batches ask for D further tokens.
         """
         owns = [valid_by_depth(batch) for batch in batches]
         # Filled, not copied from the host, which would wait for the device.

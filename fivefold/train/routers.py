@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fivefold.description.shape import all_layers, whole_model
 from fivefold.layout import Layout
-from fivefold.model.transformer import Stage, taught
+from fivefold.model.transformer import Stage, with_own_losses
 
 
 class Routers:
@@ -30,14 +30,14 @@ class Routers:
         self.layers = [*filter(model.is_moe, all_layers(model, whole_model(model)))]
         self._experts = model.num_experts or 0
         self._routers = [moe.router for stage in stages.values() for moe in stage.mixtures]
-        self._taught = [module for stage in stages.values() for module in taught(stage)]
-        for module in self._taught:
+        self._modules = [module for stage in stages.values() for module in with_own_losses(stage)]
+        for module in self._modules:
             module.loss_scale = loss_scale
         self._copies = layout.grid.ranks_per_stage * layout.num_copies
 
     def begin(self, global_batch_size: int) -> None:
         """Begin a step of this many rows over all ranks, or repeat it, for indexers, too."""
-        for module in self._taught:
+        for module in self._modules:
             module.begin_step(global_batch_size)
 
     def sums(self, routing: Mapping[int, Tensor], device: torch.device) -> Tensor:

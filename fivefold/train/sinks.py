@@ -20,8 +20,8 @@ def open_sinks(
         config: every setting.
         folder: run folder; records of steps after `step`, the last one done, are removed there.
         step: number of steps done.
-        skipped: those of them of which nothing is told, by the number of steps before each.
-        console: told of lines that are no records.
+        skipped: steps without a record, as the numbers of steps before each.
+        console: console that shows lines that are no records.
     """
     logging = config.logging
     metrics = MetricsFile(folder.metrics_file, after_step=step)

@@ -125,7 +125,7 @@ class StepGraphs:
 
         Args:
             program: lowered.
-            batches: those of the step, still on the host.
+            batches: batches of the step, still on the host.
             scale: as `Executor.run` takes it.
         """
         if self._recorder is None:

@@ -22,7 +22,7 @@ class StepResult:
         lr: learning rate that the step was taken with.
         tokens: valid tokens of the global batch.
         votes: how many ranks asked to stop after this step.
-        extra: further numbers by name, for the metrics; the losses of further predictions, the
+        extra: further numbers by name, for the metrics; the losses of multi-token prediction, the
             part of `loss` that is z-loss, and the loss scale.
         routing: what routers decided, of each layer with experts.
     """

@@ -121,7 +121,7 @@ def _gradients(
     Args:
         engine: this rank's engine.
         step: step, from 0.
-        choices: what its routers and indexers choose; None: by their own scores.
+        choices: choices that its routers and indexers must make; None: their own.
     """
     _, least = engine.layout.config.optimizer.loss_scales
     while True:

@@ -24,7 +24,7 @@ class PlainUpdate:
     All numbers have the type of the weights, even where a run keeps them in fewer bits.
 
     Args:
-        weights: those that are trained, by name.
+        weights: trained weights by name.
         config: configuration.
         dtype: compute dtype of the model.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fivefold.context.attention import Across, Deal, Heads
+from fivefold.context.attention import Across, HeadAssignment, Heads
 from fivefold.context.transport import Backward, Own, Transport
 from fivefold.model.attention.blocks import common
 from fivefold.model.attention.blockwise import Keys
@@ -110,12 +110,12 @@ def _mine(keys: Keys, own: Own) -> Tensor:
 
 
 class _RankOrder(Heads):
-    def deal(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> Deal:
-        deal = super().deal(part, q_BSND, k_BSGD)
-        return _Unordered(deal.group, deal.part, deal.num_heads, deal.num_kv_heads)
+    def assignment(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> HeadAssignment:
+        assignment = super().assignment(part, q_BSND, k_BSGD)
+        return _Unordered(**vars(assignment))
 
 
-class _Unordered(Deal):
+class _Unordered(HeadAssignment):
     def in_order(self, by_rank: list[Tensor]) -> Tensor:
         """Concatenates in the order of the ranks."""
         return torch.cat(by_rank, dim=1)

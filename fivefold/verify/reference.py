@@ -25,7 +25,7 @@ from fivefold.model.eight_bit.rules import ScaledLayer, delayed_linears
 from fivefold.model.init import initialise
 from fivefold.model.moe.routing import Decisions
 from fivefold.model.prediction import valid_by_depth
-from fivefold.model.transformer import Stage, taught
+from fivefold.model.transformer import Stage, with_own_losses
 from fivefold.train.batches import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
 from fivefold.verify.choices import ChoiceRecorder, Choices, follow
@@ -48,7 +48,7 @@ class ReferenceStep:
         loss: mean loss over the valid tokens.
         norm: gradient norm before clipping.
         evaluation: loss of batch EVALUATION with the updated weights, without dropout.
-        further: mean losses of further predictions, by name.
+        further: mean losses of multi-token prediction, by name.
         losses: summed loss of each microbatch, [microbatches].
         loads: tokens that chose each expert, [layers with experts, microbatches, experts].
         grads: gradients by global name, before clipping.
@@ -74,7 +74,7 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
     """The whole model without parallelism, with parameters in `dtype`."""
     training = config.training
     model = Stage(config.model, training=training, experts=config.experts)
-    for module in taught(model):
+    for module in with_own_losses(model):
         module.begin_step(training.global_batch_size)
     stand_in(model, config)
     products = eight_bit(training, dtype)
@@ -216,7 +216,7 @@ def _master(config: Config, dtype: torch.dtype) -> Stage:
 
 
 def batches_of(config: Config, samples: Sequence[Microbatch], step: int) -> list[Batch]:
-    """Microbatches as model inputs, with the tokens and labels of further predictions."""
+    """Microbatches as model inputs, with the tokens and labels of multi-token prediction."""
     return [as_batch(sample, step, config.model.mtp_num_layers) for sample in samples]
 
 
@@ -234,7 +234,7 @@ def gradients(
 
     Args:
         model: plain model.
-        batches: microbatches, with D further predictions.
+        batches: microbatches, with D further tokens.
         tokens: for each of the 1 + D depths, the number that its loss is divided by.
         routing: receives the tokens of each expert in each microbatch, by layer.
         narrow: whether gradients are summed in their own type, not in fp32 at least.
@@ -243,7 +243,7 @@ def gradients(
         scale: factor of the objective while gradients are made, which are then divided by it.
     """
     model.zero_grad()
-    for module in taught(model):
+    for module in with_own_losses(model):
         module.begin_step(module.global_batch_size)
         module.loss_scale = torch.tensor(scale)
     count = torch.tensor(tokens).clamp_min(1)

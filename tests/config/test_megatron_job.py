@@ -410,7 +410,7 @@ def test_an_embedding_in_fp32_is_named_with_what_becomes_of_it() -> None:
     assert any("fp32_residual_connection" in line and "only the embedding" in line for line in told)
 
 
-def test_layers_of_one_mixer_each_are_read_with_stages_and_further_predictions() -> None:
+def test_layers_of_one_mixer_each_are_read_with_stages_and_multi_token_prediction() -> None:
     job = DENSE.replace("--num-layers 4", "--position-embedding-type none --mamba-num-heads 4")
     more = "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --mtp-use-repeated-layer"
     found = translate(read_job(f"{job}{more} --hybrid-layer-pattern 'M-*|MM-/*-/*-'"))
@@ -428,7 +428,7 @@ def test_layers_of_one_mixer_each_are_read_with_stages_and_further_predictions()
     alone = translate(read_job(DENSE + older))
     assert alone.values["mtp_num_layers"] == 0
     assert any(line.startswith("mtp_num_layers = 1: a hybrid model") for line in alone.lost)
-    with pytest.raises(ConfigError, match=r"the same layers each(.|\n)*M-/M/M"):
+    with pytest.raises(ConfigError, match=r"all MTP modules have the same layers(.|\n)*M-/M/M"):
         translate(read_job(f"{job} --hybrid-layer-pattern 'M-/M/-'"))
 
 

@@ -20,7 +20,7 @@ from fivefold.description.sparse import SparseAttention
 from fivefold.model.attention.chosen import places
 from fivefold.model.attention.grouped_query import Scope
 from fivefold.model.attention.scores import Scores
-from fivefold.model.attention.sparse import Choosing, Index, Lesson
+from fivefold.model.attention.sparse import Choosing, Index, IndexerTraining
 from fivefold.model.batch import Documents
 from fivefold.model.context import Noted
 
@@ -48,8 +48,8 @@ def passed(seed: int, topk: int, taught: bool, starts: Sequence[int], alone: boo
     made["index_k"][:, ::3] = 0.0  # equal scores, of which the first count
     read = {name: x.requires_grad_() for name, x in made.items()}
     noted = Noted()
-    lesson = Lesson(0.3, True, None, HEADS, lambda x: x, noted) if taught else None
-    rule = Choosing(INDEX_HEADS, topk, 0.7, lesson)
+    training = IndexerTraining(0.3, True, None, HEADS, lambda x: x, noted) if taught else None
+    rule = Choosing(INDEX_HEADS, topk, 0.7, training)
     index = Index(read["index_q"], read["index_k"], read["index_w"], rule)
     documents = Documents((0, *starts, ROWS * LENGTH), ROWS) if starts else None
     scope = Scope(documents, index=index, scores=Scores(0.4, None))

@@ -105,7 +105,7 @@ def test_experts_and_what_a_token_sees_of_them_are_told() -> None:
     assert told["parameters"] == (
         "683 B",
         "embedding 927 M + 3 dense layers x 583 M + 58 layers with experts x 11.5 B + head 927 M "
-        "+ further prediction 11.6 B",
+        "+ multi-token prediction 11.6 B",
     )
     assert told["active parameters"] == ("38.2 B", "8 of 256 experts for each token")
     assert "left out" not in told

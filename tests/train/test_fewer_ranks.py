@@ -112,7 +112,7 @@ def test_under_torchrun_the_planner_is_asked_where_the_layout_does_not_fit(
     env = RankEnv(0, 0, ranks, ranks, "127.0.0.1", 1, "torchrun")
     monkeypatch.setattr("fivefold.cli.train.read_rank_env", lambda: env)
     found = []
-    monkeypatch.setattr("fivefold.cli.train._preview", lambda layout: found.append(layout) or [])
+    monkeypatch.setattr("fivefold.cli.preview.preview", lambda layout: found.append(layout) or [])
     words = f"--tp {tp} --pp {pp} --min-nproc 1 --save runs/a --dry-run"
     assert main(["train", "debug", *words.split()]) == 0
     (layout,) = found

@@ -10,7 +10,8 @@ from fivefold.config.huggingface.write import to_hf_config
 from fivefold.config.presets import PRESETS
 from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError
-from fivefold.train.folder.preflight import check_start, with_home
+from fivefold.train.folder.homes import with_home
+from fivefold.train.folder.preflight import check_start
 
 OPENED_BY_DATA = ("data_path", "data_cache_path", "tokenizer_model")
 FOLDERS = [name for name, each in SETTINGS.items() if each.kind is str and "folder" in each.help]

@@ -23,11 +23,10 @@ from fivefold.config.presets import PRESETS
 from fivefold.errors import CheckpointError, ConfigError, TrainingError
 from fivefold.train.engine import Engine
 from fivefold.train.folder.origin import Origin
-from fivefold.train.folder.preflight import check_restarts
 from fivefold.train.folder.run_folder import RunFolder
 from fivefold.train.ranks import rejoin
 from fivefold.train.ranks.launch import End, run_ranks
-from fivefold.train.ranks.rank_env import RankEnv
+from fivefold.train.ranks.rank_env import RankEnv, check_restarts
 from fivefold.train.ranks.rejoin import Generations
 from fivefold.train.ranks.restarts import Again, NextStart, Restarts
 from tests import programs

@@ -50,7 +50,7 @@ class PeftAdapter:
         base: the model that it is for, a folder or a hub name; None: not told.
         targets: the linear layers that PEFT would look for: ends of names, or a pattern of whole
             names; None: PEFT knows them by the model's family.
-        excluded: those of them that it would leave out, in the same way.
+        excluded: the targets that PEFT would leave out, in the same form.
         modules: the linear layers of which its file has tensors, by transformers' names.
     """
 

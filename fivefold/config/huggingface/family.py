@@ -62,7 +62,7 @@ class Tensors:
         transposed: whether linear layers are.
         bias_in_row: whether a router's bias is the one row of a matrix.
         linear: module of linear attention in a layer that has it.
-        predicts: whether there may be layers after the last, which predict further tokens.
+        predicts: whether there may be layers of multi-token prediction after the last.
         further: how their names begin, if they have numbers of their own; empty: those that follow
             the last layer's.
         left_out: how names begin, after the base, of what is left out.

@@ -20,7 +20,7 @@ class GroupedExperts:
         scores: `scoring_func`, the only one that transformers has.
         scores_also: what else files say there.
         method: `topk_method`.
-        methods: those that the family has.
+        methods: values of `topk_method` that the family has.
         normalised: `norm_topk_prob`.
         scale: `routed_scaling_factor`.
         null_scale: whether null there is 1.

@@ -71,7 +71,7 @@ class LlamaLike:
         rotary_share: share of a head's features that RoPE rotates.
         tied: whether embeddings are tied.
         activation: activation function of the MLP, as files have it.
-        own_activations: those that it alone has, by our names, too.
+        own_activations: activation functions that only this family has, with our names.
         norms: which norms the family has around attention and MLP.
         heads: how it normalises heads of queries and keys; None: it does not.
         null_head_dim: whether transformers takes a null for the head's default.

@@ -64,8 +64,8 @@ class Launch:
     """The words of a command.
 
     Attributes:
-        launcher: those before the arguments.
-        arguments: those of the job.
+        launcher: words before the job's arguments.
+        arguments: words of the job.
         left_open: arguments that only the caller of the script knows, as it spells them.
         notes: what else is not known.
     """

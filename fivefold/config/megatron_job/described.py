@@ -76,7 +76,7 @@ class Described:
         return int(self.given.get(f"{kind}_parallel_size") or 1)
 
     def cut(self, layers: Sequence[int]) -> None:
-        """Lay out stages of so many layers, with further predictions in the last."""
+        """Lay out stages of so many layers, with MTP modules in the last."""
         further = "m" * int(self.given.get("mtp_num_layers") or 0)
         stages = "|".join("t" * n for n in layers)
         self.given["pipeline_model_parallel_layout"] = f"E{stages}{further}L"

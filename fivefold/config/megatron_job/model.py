@@ -61,7 +61,7 @@ def _further(job: MegatronJob, lost: list[str]) -> Named:
     hybrid = job["hybrid_override_pattern"] is not None or job["is_hybrid_model"]
     if depths and hybrid and not pattern:
         lost.append(
-            f"mtp_num_layers = {depths}: a hybrid model makes no further predictions without "
+            f"mtp_num_layers = {depths}: a hybrid model has no multi-token prediction without "
             "mtp_hybrid_override_pattern"
         )
         depths = 0

@@ -125,7 +125,7 @@ def in_release(words: Sequence[str]) -> list[str]:
             found += _mixers(layers)
             further += _further(predictions)
             if len({*predictions}) > 1:
-                what = f"{flag} {value}: further predictions have the same layers each"
+                what = f"{flag} {value}: all MTP modules have the same layers"
                 mistakes.add(what, works=("/".join([layers, *predictions[:1] * len(predictions)]),))
         elif said is None and flag in _ANOTHER:
             mistakes.add(f"{flag} {value}".rstrip() + ": no model here has that")
@@ -178,7 +178,7 @@ def _mixers(layers: str) -> Iterator[str]:
 
 
 def _further(predictions: Sequence[str]) -> Iterator[str]:
-    """The mixers of each further prediction, which those releases have behind a /: they go before
+    """The mixers of each MTP module, which those releases have behind a /: they go before
     what else is said of their number."""
     if predictions:
         yield from ("--mtp-num-layers", str(len(predictions)))

@@ -229,7 +229,7 @@ def of_optimizer(job: MegatronJob, lost: list[str]) -> Named:
         yield from job.same("qk_clip", "qk_clip_alpha", "qk_clip_threshold")
         if job["mtp_num_layers"]:
             lost.append(
-                "qk_clip: it clips no head of further predictions, and here all are clipped"
+                "qk_clip: it clips no head of multi-token prediction, and here all are clipped"
             )
     yield from job.same("log_max_attention_logit")
     yield from job.same("decoupled_lr")

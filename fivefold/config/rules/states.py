@@ -105,7 +105,7 @@ def _check_further(model: ModelConfig, mistakes: Mistakes) -> None:
     elif model.mtp_num_layers or pattern is not None:
         needs = f"mtp_num_layers {model.mtp_num_layers} of a hybrid model needs {name}"
         mistakes.add(
-            f"{needs}, which says of which layers a further prediction consists",
+            f"{needs}, which says of which layers an MTP module consists",
             works=(f"{flag_of(name)} '*-'", "--mtp-num-layers 0"),
         )
 

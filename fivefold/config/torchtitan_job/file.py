@@ -28,7 +28,7 @@ def is_text_of_torchtitan(text: str, name: str) -> bool:
 
     Args:
         text: what it says.
-        name: of its file.
+        name: name of its file.
     """
     joined = text.replace("\\\n", " ")
     return name.endswith(".toml") or any(
@@ -41,7 +41,7 @@ def read_text_of_torchtitan(text: str, name: str, around: Around) -> TitanJob:
 
     Args:
         text: a TOML file, a log, a command line, or a script.
-        name: of its file, for messages.
+        name: name of its file, for messages.
         around: what a script finds; its arguments are a TOML file's changes, too.
 
     Raises:

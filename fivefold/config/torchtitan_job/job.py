@@ -24,7 +24,7 @@ class TitanJob(JobSettings):
 
     Attributes:
         given: settings by path, as the newest TOML files name them.
-        releases: those that it may be of, oldest first.
+        releases: releases that the job may be for, oldest first.
         configuration: the function of 0.3.0's registry that it goes by.
         ranks: ranks that its launcher starts; None: not known.
         unknown: settings that no release has, with their values.

@@ -16,7 +16,7 @@ class TorchSchedule(NamedTuple):
 
     Attributes:
         name: what it is here.
-        stages: those that a rank has by default.
+        stages: stages of a rank by default.
         in_a_v: whether these lie in a V rather than in a loop.
     """
 

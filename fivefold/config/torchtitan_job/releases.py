@@ -84,7 +84,7 @@ class Configuration(NamedTuple):
         attention: class that computes its attention.
         dispatcher: class that sends tokens to experts; empty: there are none.
         linear: classes of its linear layers.
-        predictions: further tokens that it predicts.
+        predictions: number of its MTP modules.
         data: class that reads its data.
         values: settings that are not at their defaults.
     """

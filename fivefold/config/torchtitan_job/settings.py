@@ -189,7 +189,7 @@ def _unread_model(its: Configuration) -> str:
     several = any(path.startswith("optimizer.param_groups.1.") for path in its.values)
     found = [name for name in its.linear if name not in readable]
     found += ["several groups of parameters"] * several
-    return ", ".join([*found, *["further predictions"] * bool(its.predictions)])
+    return ", ".join([*found, *["multi-token prediction"] * bool(its.predictions)])
 
 
 def _of_formats(job: TitanJob, degrees: Degrees, lost: list[str]) -> Named:

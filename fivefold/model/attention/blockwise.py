@@ -186,7 +186,7 @@ def local_attention(
         q_BSND: queries, the last S tokens of each row.
         k_BLGD: keys.
         v_BLGD: values.
-        sight: which keys are seen: of each row alike, or of all B * L tokens one after the other.
+        sight: keys that are seen, of each row alike, or of all B * L tokens in one row.
         sinks: logits [N], see `model.attention.grouped_query.Scope`.
         drop: dropout of the probabilities, or None.
         scores: how scores are made of q k^T.

@@ -21,8 +21,8 @@ from fivefold.model.attention.sparse import (
     IndexScores,
     SomeQueries,
     View,
+    divergence,
     scored,
-    taught,
 )
 
 
@@ -82,21 +82,21 @@ def gradients(
         scale: factor of q k^T.
         saved: gradient of the output, the output, and the log-sum-exp.
     """
-    up, lesson = _Up(read), rule.lesson
+    up, training = _Up(read), rule.training
     sums, (grad, out, lse) = _Sums(read, up, scale), saved
     losses = []
     for some in _steps(read, up, rule, view, scale):
         rows, indexed = some.rows, some.indexed
         p = some.scores().sub_(lse[:, rows, :, None]).exp_()
-        if lesson is not None and indexed is not None:
+        if training is not None and indexed is not None:
             logits = some.of_chosen(indexed.scores)
-            d_scores, loss = taught(logits.softmax(-1), p.sum(2) / lesson.heads, lesson)
+            d_scores, loss = divergence(logits.softmax(-1), p.sum(2) / training.heads, training)
             losses.append(loss)
             sums.add_index(some, indexed.backward_at(d_scores, some.places))
         of = grad[:, rows].to(lse.dtype)
         sums.add_heads(some, p, of, (of * out[:, rows]).sum(-1, keepdim=True))
-    if lesson is not None:
-        lesson.noted.add(torch.stack(losses).sum())
+    if training is not None:
+        training.noted.add(torch.stack(losses).sum())
     return sums.gradients()
 
 
@@ -149,7 +149,7 @@ class _Some:
     Attributes:
         rows, keys: where the queries are, and the tokens that they chose among.
         indexed: scores of the indexer; None: all tokens are chosen.
-        places: of the chosen tokens among these, [B, q, K].
+        places: places of the chosen tokens among these, [B, q, K].
         q: queries, [B, q, N, D].
         absorbed: the same of latents, times the factor of scores, [B, q, N, C + R].
         latents: [B, q, K, C + R].
@@ -162,7 +162,7 @@ class _Some:
         wide, count = up.keys.dtype, min(rule.topk, queries.count)
         chosen = queries.seen(read.q_BSND.device)
         self.indexed: IndexScores | None = None
-        if rule.lesson is not None or rule.asks(queries.count):
+        if rule.training is not None or rule.asks(queries.count):
             self.indexed = scored(read.index, rule, queries, chosen)
             chosen = chosen & rule.chosen(self.indexed.scores, queries)
         self.places, self._there = places(chosen.expand(len(read.q_BSND), -1, -1), count)

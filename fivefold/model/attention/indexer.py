@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.attention.sparse import Choosing, Index, Lesson, SomeQueries
+from fivefold.model.attention.sparse import Choosing, Index, IndexerTraining, SomeQueries
 from fivefold.model.context import Context
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.norms import LayerNorm, key_norm
@@ -62,7 +62,7 @@ class Indexer(LayerBlock):
         Args:
             x_TH: hidden states of this rank's tokens.
             query_TQ: what attention's queries are projected from.
-            context: of the microbatch.
+            context: context of the microbatch.
         """
         heads, turned = self.model.indexer.heads, context.rotary[False]
         x_TH, query_TQ = x_TH.detach(), query_TQ.detach()
@@ -77,18 +77,18 @@ class Indexer(LayerBlock):
             key = k_BSD[:, :, None]  # of one head, without values
             k_BSD = context.sequence.join(site, key, key[..., :0])[0][:, :, 0]
         w_BSI = context.by_rows(w_TI.contiguous(), 1)[:, :, 0]
-        lesson = self._lesson(len(w_TI), context)
+        training = self._training(len(w_TI), context)
         shape = self.model.indexer
         instead = None if self.choice is None else partial(self.choice, self, context)
-        rule = Choosing(heads, shape.topk, shape.size**-0.5, lesson, instead)
+        rule = Choosing(heads, shape.topk, shape.size**-0.5, training, instead)
         return Index(q_BSID, k_BSD, w_BSI, rule)
 
-    def _lesson(self, tokens: int, context: Context) -> Lesson | None:
+    def _training(self, tokens: int, context: Context) -> IndexerTraining | None:
         """Each token of the global batch counts the same, whatever its label, as in Megatron-LM."""
         model, factor = self.model, self.model.dsa_indexer_loss_coeff
         if not (factor and self.training and torch.is_grad_enabled()):
             return None
-        return Lesson(
+        return IndexerTraining(
             factor / (context.row_length(tokens) * self.global_batch_size),
             model.dsa_indexer_use_sparse_loss,
             self.loss_scale,

@@ -27,16 +27,16 @@ _LEAST = 1e-10
 
 
 @dataclass(frozen=True)
-class Lesson:
+class IndexerTraining:
     """Settings of an indexer's training.
 
     Attributes:
-        weight: of each query's divergence in the loss.
+        weight: factor of each query's divergence in the loss.
         sparse: whether it is of the chosen tokens alone.
         loss_scale: factor of the loss in its gradients, scalar; None: 1.
         heads: heads of attention, on all ranks.
         summed: sums over the ranks that split them.
-        noted: is told this microbatch's loss in its backward.
+        noted: receives this microbatch's loss in its backward.
     """
 
     weight: float
@@ -55,14 +55,14 @@ class Choosing:
         heads: I.
         topk: tokens to attend to.
         scale: factor of an indexer's scores.
-        lesson: how it is trained; None: not now.
+        training: how it is trained; None: not now.
         instead: chooses in place of scores [B, q, L], given them; None: the best are chosen.
     """
 
     heads: int
     topk: int
     scale: float
-    lesson: Lesson | None
+    training: IndexerTraining | None
     instead: "Callable[[Tensor, SomeQueries], Tensor] | None" = None
 
     def asks(self, count: int) -> bool:
@@ -108,7 +108,7 @@ def sparse_attention(
         k_BLND: keys.
         v_BLND: values.
         index: chooses among the tokens that are not behind a query, in its document.
-        documents: those of the keys; None: every row is one.
+        documents: documents of the keys; None: every row is one.
         scale: factor of q k^T.
     """
     tensors = q_BSND, k_BLND, v_BLND, index.q_BSID, index.k_BLD, index.w_BSI
@@ -140,7 +140,7 @@ class View:
 
         Args:
             rows: B.
-            numbers: of a query, that are held at once, by the number of keys.
+            numbers: number of keys -> numbers that are held at once for a query.
         """
         for span in pieces(rows, numbers(num_tokens(self.keys)), self.queries):
             segment = next(self.sight.segments(span))
@@ -306,18 +306,18 @@ class _Backward:
     def run(self, grad: Tensor, delta: Tensor, lse: Tensor) -> None:
         """Process the queries piece by piece, given the gradient of the output, its products with
         it, and the log-sum-exp."""
-        rule, lesson = self._rule, self._rule.lesson
+        rule, training = self._rule, self._rule.training
         losses = []
         q, k = self._q, self._k
         for piece in self._view.pieces(len(q), partial(of_all, q.shape[1], rule.heads)):
             seen = chosen = piece.seen(q.device)
             indexed = None
-            if lesson is not None or rule.asks(piece.count):
+            if training is not None or rule.asks(piece.count):
                 indexed = scored(self._tensors[3:], rule, piece, seen)
                 chosen = seen & rule.chosen(indexed.scores, piece)
             scores = _products(q, k, piece, self._scale)
             target = None
-            if lesson is not None and not lesson.sparse:
+            if training is not None and not training.sparse:
                 whole = scores.masked_fill(~seen[:, None], float("-inf"))
                 target = whole.softmax(-1).sum(1)
                 del whole
@@ -326,15 +326,15 @@ class _Backward:
             if target is None:
                 target = p.sum(1)
             self._attended(p, grad, delta, piece)
-            if lesson is not None and indexed is not None:
+            if training is not None and indexed is not None:
                 logits = indexed.scores
-                if lesson.sparse:
+                if training.sparse:
                     logits = logits.masked_fill(~chosen, float("-inf"))
-                d_scores, loss = taught(logits.softmax(-1), target / lesson.heads, lesson)
+                d_scores, loss = divergence(logits.softmax(-1), target / training.heads, training)
                 losses.append(loss)
                 add_each(self._of_index, indexed.backward(d_scores), piece)
-        if lesson is not None:
-            lesson.noted.add(torch.stack(losses).sum())
+        if training is not None:
+            training.noted.add(torch.stack(losses).sum())
 
     def _attended(self, p: Tensor, grad: Tensor, delta: Tensor, piece: SomeQueries) -> None:
         """Add the gradients of queries, keys and values from probabilities [B, N, q, L], which are
@@ -362,21 +362,21 @@ def add_each(totals: Sequence[Tensor], grads: Sequence[Tensor], piece: SomeQueri
         total[:, part] += grad
 
 
-def taught(p_BqL: Tensor, own_BqL: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor]:
+def divergence(p_BqL: Tensor, own_BqL: Tensor, training: IndexerTraining) -> tuple[Tensor, Tensor]:
     """This rank's part of the gradient of an indexer's scores, and the whole loss of the queries.
 
     Args:
         p_BqL: its probabilities.
         own_BqL: the part of the heads' mean that this rank's heads make.
-        lesson: how it is trained.
+        training: how it is trained.
     """
     ratio = own_BqL / (p_BqL + _LEAST)
-    grad = p_BqL * ((p_BqL * ratio).sum(-1, keepdim=True) - ratio) * lesson.weight
-    if lesson.loss_scale is not None:
-        grad = grad * lesson.loss_scale.to(grad.dtype)
-    mean = lesson.summed(own_BqL)
+    grad = p_BqL * ((p_BqL * ratio).sum(-1, keepdim=True) - ratio) * training.weight
+    if training.loss_scale is not None:
+        grad = grad * training.loss_scale.to(grad.dtype)
+    mean = training.summed(own_BqL)
     apart = mean * ((mean + _LEAST).log() - (p_BqL + _LEAST).log())
-    return grad, apart.sum(dtype=torch.float64) * lesson.weight
+    return grad, apart.sum(dtype=torch.float64) * training.weight
 
 
 def scored(

@@ -42,8 +42,8 @@ class OperandScales:
     Attributes:
         scale: fp32 [3, E], what elements are multiplied with; [3] of a single group.
         seen: fp32, of the same shape: the largest elements of this step so far.
-        of_input: those of the first linear layer of an input, whose scale others share; None: it is
-            the first.
+        of_input: scales of the first linear layer of the same input, which others share; None:
+            this is the first.
     """
 
     scale: Tensor
@@ -76,8 +76,8 @@ class DelayedScaling:
 
     Args:
         layers: 8-bit linear layers of this rank.
-        every: those of the whole model by name, with the number of their experts; None: it is no
-            grouped one. Empty: there are no delayed scales, and nothing is sent.
+        every: 8-bit linear layers of the whole model by name, with the number of their experts
+            (None: not grouped). Empty: there are no delayed scales, and nothing is sent.
         training: settings.
         device: where they lie.
     """

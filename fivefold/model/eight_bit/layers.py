@@ -115,7 +115,7 @@ def install_delayed(
 
     Args:
         stages: stages whose linear layers multiply in 8 bits.
-        layers: those of them whose scales are to be delayed: all or none.
+        layers: all of these linear layers if their scales are to be delayed, or none.
         config: the configuration.
         device: where scales lie.
 

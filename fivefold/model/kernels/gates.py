@@ -55,7 +55,7 @@ def gated(
         up: [T, F] or None.
         weights_T: weight of each row; None: all 1.
         name: activation, of `CURVES`.
-        bound: of g and u; None: none.
+        bound: largest magnitude of g and u; None: any.
         offset: added to u.
     """
     y_TF: Tensor = _Gated.apply(gate, up, weights_T, *CURVES[name], bound, offset)

@@ -136,7 +136,7 @@ class GroupArithmetic(Protocol):
         Args:
             x_TH: rows sorted by group.
             rows_E: number of rows per group.
-            weights: those that will multiply them, [E, F, H] each.
+            weights: weights that will multiply them, [E, F, H] each.
         """
 
     def products(self, rows_E: Tensor, ends: list[int] | None) -> Products:

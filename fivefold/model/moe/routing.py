@@ -120,7 +120,7 @@ class Router(nn.Module):
         limit: seam for dropping tokens beyond an expert's capacity.
         expert_bias: [E], added to the scores for the choice only (Wang et al., Auxiliary-Loss-Free
             Load Balancing, 2024); None without such balancing.
-        norm: of what it reads; None: there is none.
+        norm: norm of what it reads, or None.
         expert_scale: [E], factors of the experts' weights; None: there are none.
         loss_scale: factor of the losses in their gradients, scalar; None: 1.
         global_batch_size: rows of the step over all ranks, as `begin_step` was told.

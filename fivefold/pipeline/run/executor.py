@@ -62,9 +62,9 @@ class Executor:
         turns: lets the halves of an FB run in turns; where experts wait for messages, the other
             half goes on.
         delays_weights: whether an FB computes dW while its messages travel.
-        observe: told of every compute act, of an FB as a whole; what measures a step sets it.
-        enter: told of every act that begins, again when a compute act has what it needs, and of the
-            end (None).
+        observe: called with every compute act (an FB is one), where a step is measured.
+        enter: called with every act that begins, again when a compute act has what it needs, and
+            with None at the end.
         states_into: hidden states of a token that enter a stage, by its index, where further tokens
             are predicted; None: always one.
         loss_scale: factor of the loss in its gradients, scalar; None: 1.
@@ -101,7 +101,7 @@ class Executor:
                 other, as many slices as the program has.
             scale: scale by which each microbatch's summed loss is multiplied: one over the number
                 of valid tokens of the global batch; on the device, a scalar, or [1 + D] where the
-                batches ask for D further predictions, one for the loss of each depth.
+                batches ask for D further tokens, one for the loss of each depth.
 
         Returns:
             This rank's sums. Gradients are on the parameters, reductions started.

@@ -24,10 +24,10 @@ class Once:
 
     Attributes:
         placement: rank of each stage.
-        ready: from the start of the step until its first forward can begin.
-        gathers: by which that forward is longer than others.
-        sums: for which the sums of its gradients travel.
-        last: for which the last of these messages does.
+        ready: seconds from the start of the step until its first forward can begin.
+        gathers: seconds by which that forward is longer than others.
+        sums: seconds for which the sums of its gradients travel.
+        last: seconds for which the last of these messages does.
         overlaps: whether sums travel beside the last backward of their stage, which makes them;
             otherwise when all backwards of the rank have ended.
         slowdown: share of the overlapped time that this backward loses.
@@ -48,7 +48,7 @@ class Once:
         the backward.
 
         Args:
-            starts: of each stage, when its last computation of weight gradients starts.
+            starts: start of each stage's last computation of weight gradients.
             ends: when it ends.
         """
         order = sorted(range(len(self.placement)), key=ends.__getitem__)
@@ -101,8 +101,8 @@ def sent_once(
         gpu: the GPU.
         parallel: the settings of overlap.
         sharding: the strategy by which the software communicates.
-        stages: of each stage of the model its transfers, the seconds of its first forward, and its
-            number of layers.
+        stages: transfers, seconds of the first forward, and number of layers of each stage of the
+            model.
         placement: rank of each stage of the program, those of a second copy of the model last.
         update: seconds of the optimizer's update; `UNKNOWN` where only a bound is asked for.
         by_block: as in `Software.gathers_by_block`.

@@ -163,13 +163,13 @@ class Copies:
     """Bytes of gathered weights during a backward through a layer of a stage.
 
     Attributes:
-        ends: of the stage's ends.
-        experts, rest: of the layer.
-        beside: of what is gathered beside it: the layer before, without experts gathered apart.
-        message: of the message of what is gathered last in a layer, from which its copy is made; 0
+        ends: bytes of the stage's ends.
+        experts, rest: bytes of the layer's experts, and of all else in it.
+        beside: bytes of what is gathered beside it: the layer before, without separate experts.
+        message: bytes of the message of what is gathered last in a layer, which is copied; 0
             where a rank gathers from itself. In a forward it stays until the next one.
         most: most that are gathered at once; 0 if the blocks do not come and go.
-        unpacked: of the largest block of the layers while it is unpacked from a narrower message,
+        unpacked: bytes of the layers' largest block while it is unpacked from a narrower message,
             with its copy.
         ends_unpacked: the same of the ends, which are gathered before any layer.
     """

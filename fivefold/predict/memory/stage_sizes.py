@@ -112,7 +112,7 @@ class StageSizes:
 
     @cached_property
     def predictions(self) -> tuple[int, ...]:
-        """Places of the first layer of each further prediction."""
+        """Places of the first layer of each MTP module."""
         model = self.layout.config.model
         starts = (i >= model.num_layers and model.starts_prediction(i) for i in self.numbers)
         return tuple(place for place, is_start in enumerate(starts) if is_start)
@@ -120,7 +120,7 @@ class StageSizes:
     @cached_property
     def largest(self) -> frozenset[int]:
         """Places of layers with the most trained parameters: the first such layer of all, and of
-        those before any further prediction; and the last such layer between two others."""
+        those before any MTP module; and the last such layer between two others."""
         sizes = [max(part.size for part in parts) for parts in self.parts]
         before = sizes[: min(self.predictions, default=0)] or sizes
         first = {each.index(max(each)) for each in (sizes, before)}

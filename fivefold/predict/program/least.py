@@ -30,7 +30,7 @@ def rank_bounds(
     Little's law (1961) the average number kept is the rate of chunks times this time.
 
     Args:
-        seconds: those of a microbatch in a phase (forward, dX or dW) of the stages that the rank
+        seconds: seconds of a microbatch in a phase (forward, dX or dW) of the stages that the rank
             has ("held"), of all "before" its first one, of that one ("own"), of the model's "first"
             one, and of all from each of its stages to the end, summed over these ("ahead").
         hidden: seconds that pairs hide in the whole step at most.

@@ -35,7 +35,7 @@ def indexing(
         config: configuration with the degrees.
         cluster: the hardware.
         tp: tensor-parallel ranks.
-        products: of all its weights.
+        products: seconds of the products with all its weights.
     """
     times = Times(Phases(products.forward, 0.0, products.dw))
     if config.parallel.tensor_model_parallel_size == 1:
@@ -69,7 +69,7 @@ class _Work:
     Args:
         config: configuration with the degrees.
         gpu: the GPU.
-        queries: of each row that are taken at once.
+        queries: queries of each row that are taken at once.
     """
 
     def __init__(self, config: Config, gpu: Gpu, queries: int) -> None:

@@ -115,7 +115,7 @@ class StageKind:
         embedding: whether it holds the embedding.
         head: whether it holds the head.
         mtp: number of multi-token prediction layers.
-        layers: number of layers by kind and by what is run again of them; further predictions last.
+        layers: number of layers by kind and by what is run again of them; MTP modules last.
     """
 
     embedding: bool

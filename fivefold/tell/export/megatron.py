@@ -272,8 +272,8 @@ def _lost_of_the_loss(said: Settings, layout: Layout) -> Iterator[str]:
     model = layout.config.model
     if model.mtp_num_layers and model.hybrid_override_pattern is None:
         yield (
-            "it divides the losses of further predictions by the number of tokens that have a next "
-            "one, not by that of their depth (mtp_loss_scaling_factor)"
+            "it divides the losses of multi-token prediction by the number of tokens that have a "
+            "next one, not by that of their depth (mtp_loss_scaling_factor)"
         )
 
 

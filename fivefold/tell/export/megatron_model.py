@@ -19,7 +19,7 @@ _ITS_ROPE_SCALING = {
 
 
 def model_flags(said: Settings, layout: Layout) -> Iterator[str]:
-    """Sizes, norms, positions, attention, experts and further predictions."""
+    """Sizes, norms, positions, attention, experts and multi-token prediction."""
     model = layout.config.model
     yield from flags(said, "num_layers", "hidden_size", "num_attention_heads")
     said.mention("ffn_hidden_size")
@@ -140,7 +140,7 @@ def _lost_of_hybrids(model: ModelConfig, layout: Layout) -> Iterator[str]:
     )
     if model.mtp_num_layers:
         yield (
-            f"its layers of one mixer each make no further predictions in release 0.16: "
+            f"its layers of one mixer each have no multi-token prediction in release 0.16: "
             f"mtp_num_layers = {model.mtp_num_layers} of mtp_hybrid_override_pattern = "
             f"{model.mtp_hybrid_override_pattern} was left out"
         )
@@ -216,7 +216,7 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     if not said["bias_gelu_fusion"] and _has_tanh(model):
         yield "it has GELU by tanh only fused: bias_gelu_fusion stays on"
     if model.mtp_use_repeated_layer and model.hybrid_override_pattern is None:
-        yield "it has no mtp_use_repeated_layer: each further prediction has weights of its own"
+        yield "it has no mtp_use_repeated_layer: each MTP module has weights of its own"
     if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
     if said["rope_fusion"] and _turns_unfused(model):

@@ -56,7 +56,7 @@ def lost_of_clipped_logits(said: Settings, layout: Layout) -> Iterator[str]:
     if model.attention_output_gate:
         yield "its qk_clip fails where projections of queries make gates (attention_output_gate)"
     if model.mtp_num_layers:
-        yield f"its qk_clip leaves further predictions alone, mtp_num_layers {model.mtp_num_layers}"
+        yield f"its qk_clip leaves MTP modules alone, mtp_num_layers {model.mtp_num_layers}"
 
 
 def lost_of_muon(said: Settings, layout: Layout) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Checks a run's folders, trackers and restarts before anything starts. Imports no torch."""
+"""Checks a run's folders and trackers before anything starts. Imports no torch."""
 
 import os
 from pathlib import Path
@@ -8,33 +8,10 @@ from fivefold.config.config import Config
 from fivefold.config.megatron import is_megatron
 from fivefold.config.records import CheckpointConfig
 from fivefold.config.settings import flag_of
-from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
-from fivefold.files import at_home
+from fivefold.errors import Mistakes, did_you_mean
 from fivefold.hub import model_named
 from fivefold.train.folder.run_folder import CHECKPOINTS, RUNS
 from fivefold.train.metrics import check_installed
-
-_FOLDERS = (
-    "save",
-    "load",
-    "load_adapter",
-    "non_persistent_local_ckpt_dir",
-    "optimizer_offload_path",
-    "param_offload_path",
-)
-
-
-def with_home(config: Config) -> Config:
-    """The configuration with `~` at the start of folders replaced, since no shell does so in a
-    recipe or after `--save=`.
-
-    Raises:
-        ConfigError: there is no such home.
-    """
-    given = {name: config.value(name) or "" for name in _FOLDERS}
-    of_home = {name: path for name, path in given.items() if path.startswith("~")}
-    paths = {name: str(at_home(path, ConfigError)) for name, path in of_home.items()}
-    return config.with_values(**paths) if paths else config
 
 
 def check_start(config: Config) -> None:
@@ -113,29 +90,3 @@ def _check_step(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
             "from an earlier one another run starts, in a folder of its own",
             works=(f"--save {quote(str(other))}", "--ckpt-step none"),
         )
-
-
-def check_restarts(most: int, launcher: str, save: str | None) -> None:
-    """Check that something can start the ranks again, and that they will find their run.
-
-    Args:
-        most: restarts that the command asks for.
-        launcher: program that started this process.
-        save: the run folder of --save.
-
-    Raises:
-        ConfigError: ranks of torchrun or srun ask for restarts, or ranks that torchrun would start
-            again would begin a run of their own.
-    """
-    if launcher in ("torchrun", "slurm") and most:
-        again = {
-            "torchrun": f"torchrun --max-restarts {most} starts them again",
-            "slurm": "the job, submitted again, goes on from its last checkpoint",
-        }[launcher]
-        what = f"--max-restarts {most} is for the ranks of --nproc; {launcher} started these"
-        raise ConfigError(Mistake(what, (again,), works=("--max-restarts 0",)))
-    torchrun_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if launcher == "torchrun" and torchrun_restarts != "0" and save is None:
-        what = f"torchrun --max-restarts {torchrun_restarts} needs --save: ranks that it starts"
-        what += " again would begin another run"
-        raise ConfigError(Mistake(what, attempt="--save runs/NAME"))

@@ -224,3 +224,29 @@ def _integer(variables: Mapping[str, str], name: str, default: int | None = None
     except ValueError:
         found = "not set" if text is None else repr(text)
         raise ConfigError(f"{name} must be a whole number, and is {found}") from None
+
+
+def check_restarts(most: int, launcher: str, save: str | None) -> None:
+    """Check that something can start the ranks again, and that they will find their run.
+
+    Args:
+        most: restarts that the command asks for.
+        launcher: program that started this process.
+        save: the run folder of --save.
+
+    Raises:
+        ConfigError: ranks of torchrun or srun ask for restarts, or ranks that torchrun would start
+            again would begin a run of their own.
+    """
+    if launcher in ("torchrun", "slurm") and most:
+        again = {
+            "torchrun": f"torchrun --max-restarts {most} starts them again",
+            "slurm": "the job, submitted again, goes on from its last checkpoint",
+        }[launcher]
+        what = f"--max-restarts {most} is for the ranks of --nproc; {launcher} started these"
+        raise ConfigError(Mistake(what, (again,), works=("--max-restarts 0",)))
+    torchrun_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if launcher == "torchrun" and torchrun_restarts != "0" and save is None:
+        what = f"torchrun --max-restarts {torchrun_restarts} needs --save: ranks that it starts"
+        what += " again would begin another run"
+        raise ConfigError(Mistake(what, attempt="--save runs/NAME"))

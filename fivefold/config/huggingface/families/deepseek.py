@@ -37,7 +37,7 @@ class LatentLike:
         heads: `num_key_value_heads`.
         index_heads: `index_n_heads`, of a family with an indexer; None: it has none.
         shares: whether layers may take what the indexer of an earlier one has chosen.
-        predicts: whether there may be layers that predict further tokens.
+        predicts: whether there may be layers of multi-token prediction.
         tied: whether embeddings are tied.
         rope: reads RoPE, by its default.
         head_dim: whether `head_dim` is the size of a query, not of its rotary features; None: it

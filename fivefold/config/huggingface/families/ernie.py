@@ -44,7 +44,7 @@ def _mixture(reader: Reader) -> ModelConfig:
     read_balancing(reader)
     reader.fixed("attention_dropout", 0.0, why="transformers has none in this family")
     reader.fixed("use_bias", False, why="it would give the output layer one, too")
-    # Of the published files, which transformers has no use for; further predictions are left out.
+    # Of the published files, which transformers has no use for; multi-token prediction is left out.
     reader.fixed("use_rmsnorm", True)
     reader.fixed("moe_use_aux_free", True)
     reader.fixed("moe_gate", "topk")

@@ -63,7 +63,7 @@ def _exaone_moe(reader: Reader) -> ModelConfig:
     sparse = [model.is_moe(layer) for layer in range(model.num_layers)]
     reader.fixed("is_moe_layer", sparse)
     reader.fixed("first_last_k_dense_replace", sparse.count(False))
-    reader.without_effect("num_nextn_predict_layers")  # further predictions are left out
+    reader.without_effect("num_nextn_predict_layers")  # multi-token prediction is left out
     return model
 
 

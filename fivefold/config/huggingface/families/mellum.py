@@ -31,7 +31,7 @@ def _mellum(reader: Reader) -> ModelConfig:
         **rope_tables(reader, Rope(500000.0, 1.0, "default"), 10000.0, slides),
     )
     read_balancing(reader)
-    # Of further predictions, which transformers makes for generation alone.
+    # Of multi-token prediction, which transformers makes for generation alone.
     reader.without_effect("num_mtp_layers", "num_nextn_predict_layers")
     reader.without_effect("mtp_layer_types", "mtp_mlp_layer_types")
     sparse = listed_sparse(reader, layers) or [True] * layers

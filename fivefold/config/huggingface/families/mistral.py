@@ -131,7 +131,7 @@ def _minimax(reader: Reader) -> ModelConfig:
     reader.fixed("qk_norm_type", "per_layer")
     reader.fixed("shared_intermediate_size", 0)
     reader.fixed("attn_type_list", [1] * model.num_layers)
-    # Of MiniMax-01, and of further predictions, whose weights are not published.
+    # Of MiniMax-01, and of multi-token prediction, whose weights are not published.
     reader.without_effect("layernorm_full_attention_beta", "layernorm_linear_attention_beta")
     reader.without_effect("layernorm_mlp_beta", "mlp_intermediate_size", "shared_moe_mode")
     reader.without_effect("use_mtp", "num_mtp_modules", "mtp_transformer_layers")

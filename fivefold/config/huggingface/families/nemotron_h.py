@@ -56,7 +56,7 @@ def _read(reader: Reader) -> ModelConfig:
 
 
 def _further(reader: Reader) -> dict[str, Any]:
-    """Predictions of further tokens, and the mixers of each: a list of names that is not the usual
+    """Number of MTP modules, and the mixers of each: a list of names that is not the usual
     one goes before letters."""
     usual, names = "*E", "mtp_layers_block_type"
     words = reader.texts(names, tuple(_TYPES)) or ()

@@ -72,7 +72,7 @@ def _read_unused(reader: Reader) -> None:
     reader.fixed("attn_output_gate", True)
     reader.fixed("output_gate_type", "swish", "silu")
     reader.fixed("mlp_only_layers", [], None)
-    # Further predictions are left out.
+    # Multi-token prediction is left out.
     reader.without_effect("mamba_ssm_dtype", "mtp_num_hidden_layers")
     reader.without_effect("mtp_use_dedicated_embeddings")
 
