@@ -5,6 +5,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -174,8 +175,14 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     >>> did_you_mean("hiden_size", ["hidden_size", "seq_length"])
     ", did you mean 'hidden_size'?"
     """
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    close = _closest(word, frozenset(choices))
     return f", did you mean {close[0]!r}?" if close else ""
+
+
+@lru_cache(1024)
+def _closest(word: str, choices: frozenset[str]) -> list[str]:
+    """Takes milliseconds, and whoever reads many files asks the same of all."""
+    return difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
 
 
 def shown(value: Any) -> str:

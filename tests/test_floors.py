@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -133,33 +134,55 @@ def _files() -> dict[str, Path]:
     return files
 
 
-def _imports(name: str, *, at_start: bool) -> Iterator[str]:
-    """Full names that a module imports: at once, or also those that functions import later."""
-    later = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    nodes: list[ast.AST] = [ast.parse(_files()[name].read_text())]
+class _Class(NamedTuple):
+    name: str
+    lines: int
+    docstring: str
+
+
+class _Module(NamedTuple):
+    """What is read of a file; its tree would be looked through by every garbage collection."""
+
+    at_start: set[str]
+    """Modules of this project that it imports when it is imported itself."""
+    imports: set[str]
+    """Those, and what its functions import later."""
+    classes: list[_Class]
+
+
+@cache
+def _module(name: str) -> _Module:
+    found = _Module(set(), set(), [])
+    within = (ast.stmt, ast.excepthandler, ast.match_case)  # expressions have no statements
+    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(_files()[name].read_text()), True)]
     while nodes:
-        node = nodes.pop()
-        if at_start and isinstance(node, later):
-            continue
+        node, at_start = nodes.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
-        nodes.extend(ast.iter_child_nodes(node))
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{name}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _dependencies(name: str, *, at_start: bool) -> set[str]:
-    """The modules of this project that a module imports."""
-    found = set()
-    for full in _imports(name, at_start=at_start):
-        top, _, inner = full.partition(".")
-        if top == "fivefold":
-            parent = inner.rpartition(".")[0]
-            found.add(inner if inner in _files() else parent)
+        if isinstance(node, ast.ClassDef):
+            lines = (node.end_lineno or 0) - node.lineno
+            found.classes.append(_Class(node.name, lines, ast.get_docstring(node) or ""))
+        used = {*_imported(name, node)}
+        found.imports.update(used)
+        found.at_start.update(used if at_start else ())
+        at_start &= not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        each = ast.iter_child_nodes(node)
+        nodes.extend((inner, at_start) for inner in each if isinstance(inner, within))
     return found
+
+
+def _imported(name: str, node: ast.AST) -> Iterator[str]:
+    """The modules of this project that a statement imports."""
+    full: list[str] = []
+    if isinstance(node, ast.Import):
+        full = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0 and node.module, f"{name}: relative import"
+        full = [f"{node.module}.{alias.name}" for alias in node.names]
+    for each in full:
+        top, _, inner = each.partition(".")
+        if top == "fivefold":
+            yield inner if inner in _files() else inner.rpartition(".")[0]
 
 
 def _room(module: str) -> str:
@@ -179,23 +202,22 @@ def test_rooms_import_from_above_only() -> None:
         f"{name} imports {other}"
         for name in _files()
         if name
-        for other in _dependencies(name, at_start=False)
+        for other in _module(name).imports
         if other and FLOORS.index(_room(other)) > FLOORS.index(_room(name))
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    graph = {name: _dependencies(name, at_start=True) - {name} for name in _files()}
+    graph = {name: _module(name).at_start - {name} for name in _files()}
     TopologicalSorter(graph).prepare()
 
 
 def test_no_two_classes_have_the_same_name() -> None:
     places: dict[str, list[str]] = {}
-    for module, path in _files().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(module)
+    for module in _files():
+        for each in _module(module).classes:
+            places.setdefault(each.name, []).append(module)
     # The module of every verb has a `run`, and its `Options`.
     places["Options"] = [name for name in places["Options"] if _room(name) != "cli"]
     assert not {name: found for name, found in places.items() if len(found) > 1}
@@ -205,7 +227,7 @@ def test_planning_and_training_do_not_import_each_other() -> None:
     planning = {"predict", "search", "tell", "published"}
     for rooms, others in ((planning, {"train"}), ({"train"}, planning)):
         names = [name for name in _files() if _room(name) in rooms]
-        used = {_room(d) for name in names for d in _dependencies(name, at_start=False)}
+        used = {_room(d) for name in names for d in _module(name).imports}
         assert not others & used
 
 
@@ -220,12 +242,10 @@ REASONS = {
 
 def test_a_long_class_says_why() -> None:
     long = [
-        f"{module}.{node.name}"
-        for module, path in _files().items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-        and node.end_lineno - node.lineno >= MAX_CLASS_LINES
-        and REASON not in " ".join((ast.get_docstring(node) or "").split())
+        f"{module}.{each.name}"
+        for module in _files()
+        for each in _module(module).classes
+        if each.lines >= MAX_CLASS_LINES and REASON not in " ".join(each.docstring.split())
     ]
     assert set(long) == set(REASONS)
 

@@ -18,9 +18,9 @@ HOST = "host"
 SHOWN = 8
 
 
-def made_on_host() -> bool:
-    """Whether tensors created now stand for host memory."""
-    return project_line().startswith("at memory/host.py")
+def made_on_host(line: str) -> bool:
+    """Whether tensors that a line of the project creates stand for host memory."""
+    return line.startswith("at memory/host.py")
 
 
 class Holdings:
@@ -146,8 +146,9 @@ class DeviceLimit(Accounting):
         result = super()._run(func, args, kwargs)
         for tensor in tensors_in(result):
             if not self.holdings.knows(tensor):
-                made = f"{func.name().partition('.')[0]} {project_line()}"
-                self.holdings.know(tensor, HOST if made_on_host() else made)
+                line = project_line()
+                made = f"{func.name().partition('.')[0]} {line}"
+                self.holdings.know(tensor, HOST if made_on_host(line) else made)
         self._check()
         return result
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -134,11 +135,17 @@ def project_line() -> str:
     """The innermost line of the project's code; a thread of autograd may have none."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(ROOT) and not any(part in file for part in _WATCHING):
-            return f"at {file[len(ROOT) + 1 :]}:{frame.f_lineno}"
+        if file := _of_project(frame.f_code.co_filename):
+            return f"at {file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "of the backward pass"
+
+
+@cache
+def _of_project(file: str) -> str:
+    """The path of a file in the project; empty for files of others, and those that only watch."""
+    there = file.startswith(ROOT) and not any(part in file for part in _WATCHING)
+    return file[len(ROOT) + 1 :] if there else ""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

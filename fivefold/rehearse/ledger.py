@@ -10,7 +10,7 @@ from fivefold.audit.calls import Call, call_of
 from fivefold.audit.holdings import HOST, Accounting, Holdings, made_on_host
 from fivefold.audit.launches import launches
 from fivefold.audit.waits import READS
-from fivefold.audit.watch import after, tensors_in
+from fivefold.audit.watch import after, project_line, tensors_in
 from fivefold.pipeline.ir import COMPUTE, Act
 from fivefold.rehearse.script import ACTIVATIONS, MESSAGES, WORKING, Issued
 
@@ -102,7 +102,7 @@ class StepLedger(Accounting):
         empty = func.name().startswith("aten::empty.")
         for tensor in tensors_in(result):
             new = empty and not self.holdings.knows(tensor)
-            self.holdings.know(tensor, HOST if new and made_on_host() else WORKING)
+            self.holdings.know(tensor, HOST if new and made_on_host(project_line()) else WORKING)
         return result
 
 

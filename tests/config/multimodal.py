@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from fivefold.config.huggingface.multimodal import text_name
 from tests.config.families import TINY as OF_TEXTS
-from tests.config.oracle import InFp64, config_of, fill
+from tests.config.oracle import built, config_of
 
 _TEXT = {
     "hidden_size": 32,
@@ -165,12 +164,11 @@ def multimodal(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as CLASSES
 
     config = config_of(fields)
-    with torch.device("meta" if meta else "cpu"), InFp64():
-        config.text_config._experts_implementation = "eager"
-        model = CLASSES[type(config)]._from_config(config)
+    config.text_config._experts_implementation = "eager"
+    model = built(CLASSES[type(config)], config, meta=meta)
     if fields["model_type"] == "llama4":  # which looks for outputs of images, given text alone
         model.forward = model.language_model.forward
-    return model if meta else fill(model)
+    return model
 
 
 def text_parameters(whole: nn.Module) -> int:

@@ -39,13 +39,14 @@ class InFp64(TorchFunctionMode):
         torch.set_default_dtype(self._usual)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def wide(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
-
+        narrow, wide = torch.float32, torch.float64
         if func is Tensor.float:
             func = Tensor.double
-        named = {name: wide(value) for name, value in (kwargs or {}).items()}
-        return func(*map(wide, args), **named)
+        args = [wide if value is narrow else value for value in args]
+        if kwargs is None:
+            return func(*args)
+        named = {name: wide if value is narrow else value for name, value in kwargs.items()}
+        return func(*args, **named)
 
 
 def config_of(fields: Mapping[str, Any]) -> Any:
@@ -66,16 +67,23 @@ def oracle(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
 
     config = config_of(fields)
     kind = getattr(transformers, FAMILIES[fields["model_type"]].architecture)
-    with torch.device("meta" if meta else "cpu"), InFp64():
-        config._experts_implementation = "eager"
-        if config.dtype is not None:  # in which tables of positions would be rounded
-            config.dtype = torch.float64
+    config._experts_implementation = "eager"
+    if config.dtype is not None:  # in which tables of positions would be rounded
+        config.dtype = torch.float64
+    return built(kind, config, meta=meta)
+
+
+def built(kind: Any, config: Any, *, meta: bool) -> nn.Module:
+    """A class's model, with random fp64 weights instead of those with which it would begin."""
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta" if meta else "cpu"), InFp64(), no_init_weights():
         model = kind._from_config(config)
-    return model if meta else fill(model)
+    model.tie_weights()
+    return model if meta else _fill(model)
 
 
-def fill(model: nn.Module) -> nn.Module:
-    """The same model with random fp64 weights."""
+def _fill(model: nn.Module) -> nn.Module:
     model.double().eval()
     for module in model.modules():
         if hasattr(module, "scalar_embed_scale"):  # which is rounded to fp32
@@ -167,40 +175,30 @@ def our_logits(config: ModelConfig, model: nn.Module, rows: Rows = ONE) -> tuple
     return batch.tokens, logits[:, : config.vocab_size]
 
 
-def _both_gradients(
-    config: ModelConfig, model: nn.Module, rows: Rows
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients of every parameter, ours and theirs, by our names, of the same random loss.
-
-    Ours are those that there are, theirs all, zeros among them.
-    """
+def assert_same(config: ModelConfig, model: nn.Module, rows: Rows = ONE) -> None:
+    """Logits of this project's model are those of theirs, with its weights; so are the gradients
+    of a random loss."""
     stage, batch = our_stage(config, model), batch_of(config, rows)
+    logits = stage.logits(batch)[:, : config.vocab_size]
     generator = torch.Generator().manual_seed(2)
-    shape = batch.tokens.numel(), config.vocab_size
-    grad = torch.randn(shape, generator=generator, dtype=torch.float64)
-    stage.logits(batch)[:, : config.vocab_size].backward(grad)
+    grad = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+    logits.backward(grad)
     with InFp64():
-        model(batch.tokens).logits.flatten(0, 1).backward(grad)
-    named = dict(stage.named_parameters())
-    theirs = {name: torch.zeros_like(p) for name, p in named.items()}
+        expected = model(batch.tokens).logits.flatten(0, 1)
+        expected.backward(grad)
+    assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
+    ours = dict(stage.named_parameters())
+    true = {name: torch.zeros_like(p) for name, p in ours.items()}
     held = model.named_parameters()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in held}
-    _Saved(model, model.state_dict() | grads).fill(config, theirs)
-    return {name: p.grad for name, p in named.items() if p.grad is not None}, theirs
-
-
-def assert_same(config: ModelConfig, model: nn.Module, rows: Rows = ONE) -> None:
-    """Logits and gradients of this project's model are those of theirs, with its weights."""
-    tokens, logits = our_logits(config, model, rows)
-    expected = oracle_logits(model, tokens)
-    assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
-    found, true = _both_gradients(config, model, rows)
+    _Saved(model, model.state_dict() | grads).fill(config, true)
     learned = config.position_embedding_type == "learned_absolute"
-    for name, grad in true.items():
+    for name, wanted in true.items():
         # Where positions are learned a key's bias changes no score: its gradient is rounding.
         vanishes = learned and name.endswith("k_proj.bias")
         scale = true[name.replace("k_proj", "q_proj") if vanishes else name].abs().max()
-        if name in found:
-            assert (found[name] - grad).abs().max() <= 1e-12 * scale, name
+        found = ours[name].grad
+        if found is None:
+            assert not wanted.any(), name
         else:
-            assert not grad.any(), name
+            assert (found - wanted).abs().max() <= 1e-12 * scale, name

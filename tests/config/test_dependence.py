@@ -240,18 +240,17 @@ def base_numbers(world: int, beside: tuple[tuple[str, Any], ...] = ()) -> list[A
     return numbers(check(BASE.with_values(**dict(beside)), world))
 
 
-def refused(config: Config, world: int, name: str) -> bool:
-    """Whether a configuration is refused, with a line that names the setting or its value."""
+def checked(config: Config, world: int, name: str) -> Layout | None:
+    """None: a configuration is refused, with a line that names the setting or its value."""
     try:
-        check(config, world)
+        return check(config, world)
     except ConfigError as error:
         names = [name, SETTINGS[name].flag, *(f"{a}=" for a, of in ALIASES.items() if of == name)]
         value = getattr(dict(config.sections())[section_of(name)], name)
         names += [value] if isinstance(value, str) else []
         names += value if name == "unmodelled" else []
         assert any(word in str(error) for word in names), error
-        return True
-    return False
+        return None
 
 
 def section_of(name: str) -> str:
@@ -261,17 +260,15 @@ def section_of(name: str) -> str:
 def shows(name: str, value: Any, **beside: Any) -> bool:
     """Whether a setting is refused by name, or changes a number on one rank or on four."""
     for world in (4,) if "pipeline_model_parallel_size" in beside else (1, 4):
-        config = BASE.with_values(**beside, **{name: value})
-        if refused(config, world, name):
-            return True
-        if numbers(check(config, world)) != base_numbers(world, tuple(beside.items())):
+        layout = checked(BASE.with_values(**beside, **{name: value}), world, name)
+        if layout is None or numbers(layout) != base_numbers(world, tuple(beside.items())):
             return True
     return False
 
 
 DOCUMENTS = "".join(
     f'{{"text": "Document {n} says {n * n}, and a little more.", "title": "{n} is the title"}}\n'
-    for n in range(400)
+    for n in range(200)
 )
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss", "max_attention_logit")
 
@@ -296,7 +293,8 @@ class Runs:
         if self.count > 1:
             shutil.copytree(self.donor / "runs" / "latest", folder / "donor")
             shutil.copy(folder / "donor" / "tokenizer.json", folder)
-        small = {"num_layers": 2, "global_batch_size": 4, "train_iters": 4, "lr_warmup_iters": 0}
+        small = {"num_layers": 2, "global_batch_size": 4, "micro_batch_size": 2}
+        small |= {"train_iters": 4, "lr_warmup_iters": 0}
         words = {"data_path": ("text.jsonl",)} | small | values
         flags = " ".join(SETTINGS[name].typed(value) for name, value in words.items())
         before = Path.cwd(), os.environ["HOME"]

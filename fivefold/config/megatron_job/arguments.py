@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -174,6 +175,7 @@ class _MegatronParser(argparse.ArgumentParser):
         raise ConfigError(f"Megatron-LM would refuse this command: {message}")
 
 
+@cache
 def _parser() -> _MegatronParser:
     """Megatron-LM's parser, in which absent arguments have no value."""
     parser = _MegatronParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -39,18 +40,19 @@ class Argument(NamedTuple):
         return whole and not (degree and value < 1)
 
 
-class Known(NamedTuple):
+@dataclass(frozen=True)
+class Known:
     """The arguments of a release."""
 
     release: str
     arguments: tuple[Argument, ...]
 
-    @property
+    @cached_property
     def flags(self) -> Mapping[str, Argument]:
         """The argument of each flag."""
         return MappingProxyType({flag: a for a in self.arguments for flag in a.flags})
 
-    @property
+    @cached_property
     def defaults(self) -> Mapping[str, Any]:
         """The value of each argument if it is not given; if there are two ways to give it, the
         first counts."""
