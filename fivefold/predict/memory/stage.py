@@ -184,8 +184,8 @@ class _Actions:
         ]
 
     def _copied(self, point: ActPoint) -> float:
-        """Bytes of the 8-bit copies of weights that the step's first backward has made for gradients
-        of inputs, in the layers behind a point."""
+        """Bytes of the 8-bit copies of weights that the step's first backward has made, for
+        gradients of inputs, in the layers behind a point."""
         parts = self.route.parts
         over = parts if point.done else parts[len(parts) - point.over :]
         elements = sum(sum(part.narrow) for parts in over for part in parts)
