@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int]] = {
         1,
     ),
     "Mamba-2": (
-        {"hybrid_override_pattern": "M-" * (LLAMA.num_layers // 2), "mamba_num_groups": 2},
+        {"hybrid_override_pattern": "M*-".ljust(LLAMA.num_layers, "M"), "mamba_num_groups": 2},
         1,
     ),
     "hidden_dropout": ({"hidden_dropout": 0.1}, 1),

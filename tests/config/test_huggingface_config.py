@@ -147,6 +147,7 @@ def test_an_absent_window_is_that_of_the_family() -> None:
         ({**PHI_2, "qk_layernorm": True}, "qk_layernorm = true"),
         ({**GPTJ_6B, "rotary_dim": 300}, "rotary_dim = 300"),
         ({**QWEN3_8B, "attention_bias": True}, "attention_bias = true"),
+        ({**LLAMA31_8B, "model_type": "internlm3", "attention_bias": True}, "mlp_bias = false"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({**DEEPSEEK_V3, "attention_bias": True}, "attention_bias = true"),
         ({**MIXTRAL_8X7B, "rope_scaling": {**YARN, "mscale": 0.7}}, "rope_scaling.mscale_all_dim"),

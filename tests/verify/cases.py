@@ -274,6 +274,7 @@ MODELS = {
     "hybrid, experts": replace(
         HYBRID,
         **EXPERTS | {"hybrid_override_pattern": "ME*", "moe_layer_freq": "1"},
+        ffn_hidden_size=None,
         moe_latent_size=10,
     ),
     "kimi": KIMI,

@@ -7,6 +7,7 @@ from functools import partial
 from fivefold.config.huggingface.family import Family, Fields, Tensors
 from fivefold.config.huggingface.llama_like import (
     LlamaLike,
+    Settings,
     bias_fields,
     both_biases,
     qkv_biases,
@@ -31,7 +32,24 @@ def _write_llama(model: ModelConfig) -> Fields:
     return _LLAMA.write(model) | bias_fields(model)
 
 
-_INTERNLM3 = replace(_LLAMA, num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5, code=True)
+def _equal_biases(reader: Reader) -> Settings:
+    """transformers refuses other files: in InternLM3's own code the output of attention has the
+    bias of MLPs, in Llama's that of queries, keys and values."""
+    settings = both_biases(reader)
+    if settings.get("mlp_bias", True) != settings.get("add_qkv_bias", True):
+        why = "attention and MLPs of this family have biases together"
+        reader.unsupported("mlp_bias", settings["mlp_bias"], [settings["add_qkv_bias"]], why)
+    return settings
+
+
+_INTERNLM3 = replace(
+    _LLAMA,
+    num_key_value_heads=2,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    code=True,
+    biases=_equal_biases,
+)
 _IQUEST = replace(_LLAMA, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, code=True)
 
 
