@@ -104,7 +104,7 @@ def _needs(result: SearchResult) -> Iterator[str]:
     """The memory that the smallest layouts need, and the available memory."""
     request = result.request
     candidates = [*result.rejected, *smallest_layouts(request)]
-    nearest = min(candidates, key=lambda c: (c.memory.missing_on_host > 0, c.memory.device_total))
+    nearest = min(candidates, key=lambda candidate: candidate.memory.shortage)
     room = f"{human_bytes(request.cluster.room)} available on one {request.cluster.gpu.name}"
     if result.smallest > request.cluster.room:
         yield (

@@ -102,7 +102,13 @@ class MemoryPrediction:
     @property
     def fits(self) -> bool:
         """Whether neither a device nor its host runs out of memory, nor a disk of room."""
-        return max(self.missing, self.missing_on_host, self.missing_on_disk) <= 0
+        return self.shortage == 0
+
+    @property
+    def shortage(self) -> float:
+        """Bytes that device, host and disk lack together; 0 if it fits."""
+        missing = self.missing, self.missing_on_host, self.missing_on_disk
+        return sum(max(size, 0.0) for size in missing)
 
     @property
     def missing(self) -> float:
