@@ -15,7 +15,7 @@ from time import perf_counter
 import numpy as np
 
 from fivefold.errors import ConfigError
-from fivefold.layout import Layout
+from fivefold.predict.cluster import Cluster
 from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.times.context import best_context
 from fivefold.search.bound_tables import Ranks, Values
@@ -41,6 +41,7 @@ LESS_MEMORY = 1e10  # bytes; also find the fastest layout for a device with this
 SHARES = (0.75, 0.6, 0.45)  # also find the fastest layout within these shares of device memory
 WORTH = 0.02  # share of the memory that a slower layout must save to be listed
 SMALLEST = 3  # layouts with the least memory to evaluate if nothing fits
+LEAST_BOUNDS = 16  # layouts with the least bounds on memory among which these are sought
 NOISE = 0.02  # relative spread of a step's time in repeated runs: no prediction resolves less
 
 
@@ -165,8 +166,8 @@ class _Search:
         if not ledger.found:  # all work was spent on fast layouts that do not fit
             sizes = memory_bound(self.space, self.ranks)
             smallest = float(sizes.min())
-            for layout in smallest_of(self.space, self.ranks):
-                candidate = evaluate(request, layout, times_cache=ledger.times_cache)
+            for small in smallest_of(self.space, self.ranks, request.cluster):
+                candidate = evaluate(request, small.layout, times_cache=ledger.times_cache)
                 if candidate.prediction is not None:
                     ledger.add(candidate)
         self.refiner.run(self.partials)
@@ -269,16 +270,18 @@ def smallest_layouts(request: Request) -> list[Candidate]:
     if not len(space):
         return []
     ranks = Ranks.of(request.config.model, space.partitions)
-    return [
-        Candidate(layout, peak_memory(layout, request.cluster), None, 0.0)
-        for layout in smallest_of(space, ranks)
-    ]
+    return smallest_of(space, ranks, request.cluster)
 
 
-def smallest_of(space: Space, ranks: Ranks) -> list[Layout]:
-    """The layouts with the lowest memory estimates."""
-    rows = np.argsort(memory_bound(space, ranks, estimate=True), kind="stable")[:SMALLEST]
-    return [layout_of(space, row) for row in rows.tolist()]
+def smallest_of(space: Space, ranks: Ranks, cluster: Cluster) -> list[Candidate]:
+    """The layouts that need the least memory of those with the lowest bounds on it, not timed.
+
+    A bound leaves out what deferred weight gradients keep, which may be most of a layout's memory.
+    """
+    rows = np.argsort(memory_bound(space, ranks, estimate=True), kind="stable")[:LEAST_BOUNDS]
+    layouts = [layout_of(space, row) for row in rows.tolist()]
+    found = [Candidate(layout, peak_memory(layout, cluster), None, 0.0) for layout in layouts]
+    return sorted(found, key=lambda candidate: candidate.memory.shortage)[:SMALLEST]
 
 
 def with_context(space: Space, request: Request) -> Space:

@@ -24,7 +24,7 @@ from fivefold.search.candidate import evaluate
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.proven import unproven
 from fivefold.search.request import Request, request
-from fivefold.search.search import LESS_MEMORY, NOISE, SearchResult, search
+from fivefold.search.search import LESS_MEMORY, NOISE, SearchResult, search, smallest_layouts
 from fivefold.tell.answer import reasons
 from fivefold.tell.describe import memory_words, summary
 from fivefold.tell.effects import effects
@@ -282,6 +282,14 @@ def test_what_fits_nowhere_is_explained() -> None:
     message = str(why_nothing(result))
     assert "more than the device has" in message and "optimizer" in message
     assert "--gpus 16" in message or "--gpus 32" in message
+
+
+def test_what_deferred_weight_gradients_keep_is_not_nearest_to_fit() -> None:
+    free = asked("llama3-70b --gpus 4 --gbs 16")
+    nearest = smallest_layouts(free)[0].memory.shortage
+    for fixed in ("--tp 1 --pp 1 --cp 1", "--tp 2 --pp 1 --cp 1"):
+        for small in smallest_layouts(asked(f"llama3-70b --gpus 4 --gbs 16 {fixed}")):
+            assert nearest <= small.memory.shortage, summary(small.layout)
 
 
 def test_contradictory_settings_are_explained() -> None:
