@@ -373,8 +373,8 @@ class Architecture:
     )
     num_layers_at_end_in_bf16: Whole = option(
         1,
-        "layers at the end that first_last_layers_bf16 keeps in bf16, before those of further "
-        "predictions",
+        "layers at the end that first_last_layers_bf16 keeps in bf16, before those of "
+        "multi-token prediction",
     )
     lora_rank: int | None = option(
         None,

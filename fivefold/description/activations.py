@@ -69,8 +69,8 @@ def saved_activations(
 
     Args:
         model: the architecture.
-        layer: index of the layer in the model; indices from num_layers on mean layers of further
-            predictions, of which the first includes the norms and the projection.
+        layer: index of the layer in the model; indices from num_layers on mean layers of MTP
+            modules, of which the first includes the norms and the projection.
         running: degrees, dtypes, recomputation and offloading, of its stage.
         position: its place among the layers of its stage, for recomputation of some of them.
     """

@@ -62,8 +62,8 @@ class Stage(nn.Module):
     """A contiguous piece of the model; modules it does not hold are None.
 
     Tied embeddings: a stage with both ends shares one Parameter between `embed_tokens` and
-    `lm_head`; else the last stage owns a copy (`shape.canonical_name`). One that predicts further
-    tokens without the embedding looks them up in a tied output weight, else in a copy.
+    `lm_head`; else the last stage owns a copy (`shape.canonical_name`). One that has MTP
+    modules but not the embedding looks tokens up in a tied output weight, else in a copy.
 
     Attributes:
         settings: its seed of dropout, its loss, and the length of rows.

@@ -72,8 +72,8 @@ def _layer_places(model: ModelConfig) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def sample_layers(model: ModelConfig) -> Mapping[int, tuple[LayerKind, ...]]:
-    """For each kind of module the kinds of its layers: one for LAYERS, those of a further
-    prediction for PREDICTION."""
+    """For each kind of module the kinds of its layers: one for LAYERS, those of an MTP
+    module for PREDICTION."""
     layers = dict.fromkeys(layer_kind(model, layer) for layer in range(model.num_layers))
     found: dict[int, tuple[LayerKind, ...]] = {place: (kind,) for place, kind in enumerate(layers)}
     further = model.prediction_layers[: model.prediction_size]

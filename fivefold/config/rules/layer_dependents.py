@@ -30,7 +30,7 @@ class LayerSettings(NamedTuple):
     Attributes:
         names: the settings.
         what: such layers, after "layers with".
-        has: whether a layer is of this kind; layers of further predictions come after the model's.
+        has: whether a layer is of this kind; those of MTP modules come after the model's.
         on: settings because of which a model may have none, the likeliest first.
     """
 

@@ -135,7 +135,7 @@ class StageKind:
 
 @lru_cache(maxsize=4096)
 def _kind(model: ModelConfig, spec: StageSpec, again: Again, first: int) -> StageKind:
-    """The kind of a stage of which the `first` layers, and further predictions, run `again`."""
+    """The kind of a stage of which the `first` layers, and MTP modules, run `again`."""
     layers = Counter(
         (layer_kind(model, layer), again if place < first else ())
         for place, layer in enumerate(spec.layers)
