@@ -16,7 +16,8 @@ def assigned(variables: Variables, expander: Expander, words: Sequence[str]) -> 
     of the command."""
     place = 0
     while place < len(words) and (parts := ASSIGNMENT.fullmatch(words[place])):
-        _assign(variables, expander, *parts.groups())
+        if parts[1] != "IFS" or ASSIGNMENT.fullmatch(words[-1]):  # else it is of the command alone
+            _assign(variables, expander, *parts.groups())
         place += 1
     if place == len(words) or words[place] not in DECLARING:
         return words[place:]

@@ -160,7 +160,7 @@ class Expander:
             if isinstance(found, str):
                 yield found, quoted, False
             elif (quoted and inner[:1] == "*") or "[*]" in inner:
-                yield " ".join(found), quoted, False
+                yield known_part(self._values.get("IFS"))[:1].join(found), quoted, False
             else:
                 last = len(found) - 1
                 yield from ((one, quoted, place < last) for place, one in enumerate(found))

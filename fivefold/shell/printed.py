@@ -98,6 +98,24 @@ def _echo(words: Sequence[str]) -> str:
     return told if "-n" in words else f"{told}\n"
 
 
+def formatted(words: Sequence[str]) -> str | None:
+    """What `printf` prints: a format with %s and %d, again and again while there are words."""
+    if not words or re.search(r"%(?![sd%])|\\(?![nt\\])", words[0]) or words[0].startswith("-"):
+        return None
+    pieces = re.findall(r"%[sd%]|\\.|[^%\\]+", words[0])
+    plain = {"%%": "%", "\\n": "\n", "\\t": "\t", "\\\\": "\\"}
+    told, left = "", list(words[1:])
+    while True:
+        before = len(left)
+        for piece in pieces:
+            if piece in ("%s", "%d"):
+                told += left.pop(0) if left else "" if piece == "%s" else "0"
+            else:
+                told += plain.get(piece, piece)
+        if not left or len(left) == before:
+            return told
+
+
 def _numbers(words: Sequence[str]) -> str | None:
     """What `seq` prints: whole numbers from a first (1) to a last, by a step (1)."""
     if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"-?\d{1,4}", word) for word in words):
@@ -138,6 +156,7 @@ _PRINTED: Mapping[str, Callable[[Sequence[str]], str | None]] = MappingProxyType
         "dirname": _folder_of,
         "basename": _name_of,
         "expr": _sum,
+        "printf": formatted,
         "seq": _numbers,
     }
 )

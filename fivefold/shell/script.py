@@ -11,7 +11,7 @@ from fivefold.files import read_text
 from fivefold.shell.assignments import ASSIGNMENT, DECLARING, assigned
 from fivefold.shell.conditions import Condition, tested
 from fivefold.shell.expansion import Expander, matches
-from fivefold.shell.printed import Printed, answer, within
+from fivefold.shell.printed import Printed, answer, formatted, within
 from fivefold.shell.scan import Token
 from fivefold.shell.syntax import (
     Block,
@@ -296,6 +296,9 @@ class ShellScript:
             return self._holds(rest[:-1] if name == "[" else rest)
         if name in _OWN:
             return _OWN[name](self, rest)
+        if fields[:2] == ["printf", "-v"] and (told := formatted(fields[3:])) is not None:
+            self.variables.put(fields[2], told)
+            return True
         if (inner := _inner(fields)) is not None:
             before = len(self.commands)
             self.run(inner)

@@ -86,6 +86,7 @@ def statement(draw: Random, depth: int) -> str:
         f"V={word(draw)}",
         f"V+={word(draw)}",
         f"A=({words} # of it\n  x)",
+        f'printf -v V "[%s]" "{draw.choice(EXPANSIONS)}"',
         f"A+=({_ENTRIES.sub('${V', words)})",  # with its own it doubles in every turn of a loop
         f"export EMPTY={draw.choice(EXPANSIONS)}; launch $EMPTY",
         f"A[{draw.randint(0, 4)}]={word(draw)}",
