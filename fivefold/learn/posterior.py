@@ -111,17 +111,18 @@ def learned(cluster: Cluster, observations: Sequence[Observation]) -> Posterior:
     prior = without_runs(cluster)
     if not observations:
         return prior
+    fit = _Fit(cluster, observations)
     trust = _inverse(prior.covariance)
     noise = np.array([each.noise for each in observations])
     shifts, unexplained = prior.shifts, prior.unexplained
     for _ in range(3):  # the shifts and the unexplained part depend on each other
         weights: Vector = 1 / (unexplained**2 + noise**2)
-        shifts = _most_plausible(cluster, observations, weights, trust, shifts)
-        residuals = _residuals(observations, cluster, shifts)
+        shifts = _most_plausible(fit, weights, trust, shifts)
+        residuals = fit.residuals(shifts)
         excess = np.maximum(residuals**2 - noise**2, 0.0).sum()
         known = _PRIOR_RUNS * prior.unexplained**2
         unexplained = float(np.sqrt((known + excess) / (_PRIOR_RUNS + len(noise))))
-    slopes = _slopes([each.layout for each in observations], cluster, shifts)
+    slopes = fit.slopes(shifts)
     weights = 1 / (unexplained**2 + noise**2)
     covariance = _inverse(slopes.T @ (weights[:, None] * slopes) + trust)
     return Posterior(cluster, shifts, covariance, unexplained, tuple(observations))
@@ -131,29 +132,45 @@ def _inverse(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(np.linalg.inv(matrix), np.float64)
 
 
+class _Fit:
+    """What is predicted of some runs as the constants move."""
+
+    def __init__(self, cluster: Cluster, observations: Sequence[Observation]) -> None:
+        self._cluster = cluster
+        self._layouts = [each.layout for each in observations]
+        self._measured = np.array([log(each.seconds) for each in observations])
+        self._found: tuple[Vector, NDArray[np.float64]] | None = None
+
+    def residuals(self, shifts: Vector) -> Vector:
+        """Logarithms of the measured over the predicted seconds."""
+        found: Vector = self._measured - log_seconds(self._layouts, moved(self._cluster, shifts))
+        return found
+
+    def slopes(self, shifts: Vector) -> NDArray[np.float64]:
+        """Slopes [runs, constants] here, or those found last if that was as good as here."""
+        if self._found is None or np.abs(shifts - self._found[0]).max() >= _SETTLED:
+            self._found = shifts, _slopes(self._layouts, self._cluster, shifts)
+        return self._found[1]
+
+
 def _most_plausible(
-    cluster: Cluster,
-    observations: Sequence[Observation],
-    weights: Vector,
-    trust: NDArray[np.float64],
-    start: Vector,
+    fit: _Fit, weights: Vector, trust: NDArray[np.float64], start: Vector
 ) -> Vector:
     """The shifts with the least sum of weighted squares of residuals and of themselves."""
-    layouts = [each.layout for each in observations]
 
     def cost(shifts: Vector, off: Vector) -> float:
         return float(weights @ off**2 + shifts @ trust @ shifts)
 
     shifts, damping = start, 1e-3
-    off = _residuals(observations, cluster, shifts)
+    off = fit.residuals(shifts)
     least = cost(shifts, off)
     for _ in range(_ROUNDS):
-        slopes = _slopes(layouts, cluster, shifts)
+        slopes = fit.slopes(shifts)
         curve = slopes.T @ (weights[:, None] * slopes) + trust
         pull = slopes.T @ (weights * off) - trust @ shifts
         while damping < 1e6:
             step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), pull)
-            left = _residuals(observations, cluster, shifts + step)
+            left = fit.residuals(shifts + step)
             if (found := cost(shifts + step, left)) <= least:
                 break
             damping *= 10
@@ -168,13 +185,6 @@ def _most_plausible(
 def log_seconds(layouts: Sequence[Layout], cluster: Cluster) -> Vector:
     """Logarithms of the predicted seconds of layouts' steps, on the ranks that each has."""
     return np.array([log(each.step_time) for each in predict_all(layouts, cluster)])
-
-
-def _residuals(observations: Sequence[Observation], cluster: Cluster, shifts: Vector) -> Vector:
-    measured = np.array([log(each.seconds) for each in observations])
-    layouts = [each.layout for each in observations]
-    found: Vector = measured - log_seconds(layouts, moved(cluster, shifts))
-    return found
 
 
 def _slopes(layouts: Sequence[Layout], cluster: Cluster, shifts: Vector) -> NDArray[np.float64]:

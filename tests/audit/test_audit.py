@@ -272,7 +272,7 @@ def test_the_device_keeps_what_is_not_offloaded(name: str, tmp_path: Path) -> No
     config = Config(model).with_values(
         precision="fp32",
         seq_length=64,
-        global_batch_size=4,
+        global_batch_size=2,
         pipeline_model_parallel_size=world,
         **settings,
     )
@@ -299,7 +299,7 @@ def test_embeddings_and_biases_of_one_part_keep_what_theory_says(name: str, tmp_
     family = FAMILIES["gpt"] | {"untie_embeddings_and_output_weights": True}
     model = ModelConfig(**SIZES | family | {"mtp_num_layers": 0} | changes)
     config = Config(model).with_values(
-        precision="fp32", seq_length=16, global_batch_size=4, **settings
+        precision="fp32", seq_length=16, global_batch_size=2, **settings
     )
     _check(check(config, world), 1, tmp_path)
 
@@ -348,7 +348,7 @@ def test_further_predictions_do_what_theory_says(name: str, tmp_path: Path) -> N
     world, family, settings = PREDICTIONS[name]
     model = ModelConfig(**SIZES | FAMILIES[family])
     config = Config(model).with_values(
-        precision="fp32", seq_length=16, global_batch_size=4, **settings
+        precision="fp32", seq_length=16, global_batch_size=2, **settings
     )
     _check(check(config, world), 1, tmp_path)
 

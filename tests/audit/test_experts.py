@@ -249,7 +249,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def test_experts_do_what_theory_says_of_their_tokens(name: str, tmp_path: Path) -> None:
     world, model, values = CASES[name]
     settings = named(**{"precision": "fp32", **values})
-    layout = check(config(replace(SMALL, **model), **settings), world)
+    layout = check(config(replace(SMALL, **model), world, **settings), world)
     records = records_of(layout, 1, tmp_path)
     for record in records:
         assert expected_record(layout, record, records) == record
@@ -280,7 +280,7 @@ def test_each_expert_keeps_the_scales_of_its_rows(name: str, tmp_path: Path) -> 
     narrow = {"precision": "bf16", "fp8_format": "e4m3", "fp8_recipe": recipe}
     lacks = "without rows" in name
     many = {"num_experts": 16, **BRANCHED} if lacks else ALONE
-    layout = check(config(replace(SMALL, **many), **named(**narrow, **values)), world)
+    layout = check(config(replace(SMALL, **many), world, **named(**narrow, **values)), world)
     records = records_of(layout, 1, tmp_path)
     rows = [n for r in records for of in r.chosen.first.values() for n in of.experts]
     assert not lacks or min(rows) == 0

@@ -28,7 +28,7 @@ from tests.verify.cases import chosen, config, shared_groups
 pytestmark = pytest.mark.slow
 
 SEEDS = range(100)
-SAVED, LAST = 2, 5
+SAVED, LAST = 2, 4
 PLACES = {each.name for name in ("parallel", "memory") for each in settings_of(SECTIONS[name])}
 # By which numbers change, or which decide what is rounded together.
 ROUNDS = {

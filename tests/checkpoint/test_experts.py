@@ -55,8 +55,8 @@ WAYS: dict[str, list[tuple[int, dict[str, Any]]]] = {
 }
 
 
-def _config(values: dict[str, Any]) -> Config:
-    return config(MODEL, **named(**values))
+def _config(values: dict[str, Any], samples: int = 8) -> Config:
+    return config(MODEL, global_batch_size=samples, **named(**values))
 
 
 def _step(engine: Engine, index: int) -> float:
@@ -102,11 +102,12 @@ def _local(tensor: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", chosen(WAYS, "4 to 2 to 1, and parts of experts"))
 def test_experts_go_from_layout_to_layout(name: str, tmp_path: Path) -> None:
+    samples = max(ranks for ranks, _ in WAYS[name])
     (ranks, values), *others = WAYS[name]
     folders = [tmp_path / str(number) for number in range(len(others) + 1)]
-    (loss, *_) = run(ranks, _first, _config(values), folders[0])
+    (loss, *_) = run(ranks, _first, _config(values, samples), folders[0])
     for (ranks, values), source, folder in zip(others, folders, folders[1:], strict=False):
-        for again in run(ranks, _on, _config(values), source, folder):
+        for again in run(ranks, _on, _config(values, samples), source, folder):
             assert again == pytest.approx(loss, rel=1e-12, abs=0), values
     (saved, *copies) = run(1, _whole, folders)[0]
     moments = [tensor for name, tensor in saved.items() if name.startswith("optim.")]

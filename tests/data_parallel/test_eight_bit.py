@@ -73,6 +73,13 @@ CASES: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
         named(ep=2, strategy=ZERO3) | {"fp8_amax_history_len": 2, "optimizer_cpu_offload": True},
     ),
     "deferred, kept in a node": (
+        4,
+        WIDE,
+        "blockwise",
+        flags(dp=4, strategy=ZERO3)
+        | {"pipeline_schedule": "zb_h1", "zero_hpz_partition_size": 2, "micro_batch_size": 1},
+    ),
+    "deferred in a pipeline, kept in a node": (
         8,
         WIDE,
         "blockwise",

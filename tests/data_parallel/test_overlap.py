@@ -30,16 +30,20 @@ EARLY = {"overlap_param_gather_with_optimizer_step": True}
 
 
 def config(settings: dict[str, Any]) -> Config:
-    layers = 2 * settings.get("pipeline_model_parallel_size", 1)
+    stages = settings.get("pipeline_model_parallel_size", 1)
     return Config(PRESETS["debug-llama"]).with_values(
-        num_layers=layers, seq_length=16, global_batch_size=8, precision="fp32", **settings
+        num_layers=2 * stages,
+        seq_length=16,
+        global_batch_size=8 // stages,
+        precision="fp32",
+        **settings,
     )
 
 
 @shared_groups()
 def _events(rank: int, world: int, settings: dict[str, Any]) -> list[str]:
-    """What a rank does in its second step, and until the third has begun; with EARLY, weights are
-    evaluated between them."""
+    """What a rank does in its second step; with EARLY, weights are evaluated after it, and a third
+    is begun."""
     asked = config(settings)
     engine = Engine(check(asked, world), rank, torch.device("cpu"))
     rows = own_batch(engine, 0)
@@ -75,7 +79,7 @@ def _events(rank: int, world: int, settings: dict[str, Any]) -> list[str]:
         seen.append("next step")
         if asked.parallel.overlap_param_gather_with_optimizer_step:
             engine.evaluate([rows])
-        engine.gradients(rows)
+            engine.gradients(rows)
     engine.model.reshard()
     return seen
 

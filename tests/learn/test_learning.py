@@ -18,6 +18,7 @@ from fivefold.learn.constants import CONSTANTS, moved
 from fivefold.learn.posterior import (
     NORMAL_80,
     Observation,
+    Posterior,
     learned,
     log_seconds,
     without_runs,
@@ -86,11 +87,16 @@ def test_runs_on_another_machine_tell_it_and_what_new_layouts_take() -> None:
     assert inside / count > 0.8
 
 
-def test_what_runs_do_not_use_stays_in_doubt() -> None:
+@pytest.fixture(scope="module")
+def known() -> Posterior:
+    """A node's GPUs, all of whose constants are off, known by runs of every second layout."""
     prior, space = preset("H100", 8), layouts("llama3-8b", 8, (32,))
     machine = moved(prior, [0.2] * len(CONSTANTS))
-    runs = measured(machine, space[::2], 0.01, np.random.default_rng(1))
-    known = learned(prior, runs)
+    return learned(prior, measured(machine, space[::2], 0.01, np.random.default_rng(1)))
+
+
+def test_what_runs_do_not_use_stays_in_doubt(known: Posterior) -> None:
+    prior = known.prior
     for constant, doubt, shift in zip(CONSTANTS, known.doubts, known.shifts, strict=True):
         if "between nodes" in constant.name or constant.name == "copies to the host":
             assert doubt == pytest.approx(constant.doubt(prior))
@@ -110,9 +116,8 @@ def test_an_interval_of_a_share_ends_before_all_is_lost() -> None:
     assert any("537 to 650" in line for line in constants_table(found))
 
 
-def test_a_gain_is_that_of_the_learned_times() -> None:
-    prior, space = preset("H100", 8), layouts("llama3-8b", 8, (32,))
-    known = learned(prior, measured(prior, space[::2], 0.01, np.random.default_rng(2)))
+def test_a_gain_is_that_of_the_learned_times(known: Posterior) -> None:
+    space = layouts("llama3-8b", 8, (32,))
     times = dict(zip(space, log_seconds(space, known.cluster).tolist(), strict=True))
     slow, fast = max(space, key=times.__getitem__), min(space, key=times.__getitem__)
     share, sure = gain(known, slow, fast)

@@ -25,7 +25,7 @@ from fivefold.model.eight_bit.rules import ADA
 from fivefold.rehearse.roles import rehearsed_layout
 from fivefold.rehearse.run import rehearse_rank
 
-SHORT = {"seq_length": 128, "num_layers": 2}
+SHORT = {"seq_length": 128, "num_layers": 2, "global_batch_size": 2}
 SHARED_KIB = {75: 64, 80: 163, 89: 99, 90: 99, 100: 227, 120: 99}
 """Most shared memory of a block by compute capability (CUDA C++ Programming Guide, technical
 specifications). 9.0 has 227, too; what is tested most often is held to the least since Ampere."""

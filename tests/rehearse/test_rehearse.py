@@ -114,7 +114,8 @@ OF_GPUS = {
 
 def small(name: str) -> Layout:
     model, world, settings = (LAYOUTS | OF_GPUS)[name]
-    common = {"seq_length": 32, "micro_batch_size": 1, "global_batch_size": 4, "precision": "fp32"}
+    common = {"num_layers": 2, "seq_length": 32, "precision": "fp32"}
+    common |= {"micro_batch_size": 1, "global_batch_size": 4}
     config = Config(resolve_model(model)).with_values(**{**common, **settings})
     return rehearsed_layout(check(config, world))
 
@@ -285,12 +286,12 @@ def test_norms_widen_no_gradients_of_their_block() -> None:
 @pytest.mark.slow
 def test_gradients_that_leave_are_not_kept_by_those_that_stay() -> None:
     """Norms' gradients await their sum over split tokens, in memory that all of a block shared."""
-    model = replace(resolve_model("llama3-8b"), num_layers=4, vocab_size=1024)
+    model = replace(resolve_model("llama3-8b"), num_layers=2, vocab_size=1024)
     layout = _rehearsed(
         model,
         4,
         seq_length=256,
-        global_batch_size=6,
+        global_batch_size=4,
         tensor_model_parallel_size=2,
         sequence_parallel=True,
         data_parallel_sharding_strategy="optim_grads_params",

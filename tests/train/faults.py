@@ -1,9 +1,8 @@
 """Faults put into a run: what goes wrong, on which rank, in which phase of which step.
 
-    python -m tests.train.faults [--torchrun] CORPUS FOLDER CASE...
-
-runs cases, each a name such as `kill-backward-1-tp2dp2`, one after the other in one process that
-has imported torch once, and prints a line of JSON for each. Under torchrun, it runs one.
+`run_all(["--torchrun"?, CORPUS, FOLDER, CASE...])` runs cases, each a name such as
+`kill-backward-1-tp2dp2`, one after the other in one process that has imported torch once, and
+prints a line of JSON for each. In a rank of torchrun, it runs one.
 """
 
 import json
@@ -284,5 +283,6 @@ def run_all(words: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(run_all(sys.argv[1:]))
+def run_and_leave(words: Sequence[str]) -> None:
+    """In a process of its own."""
+    sys.exit(run_all(words))

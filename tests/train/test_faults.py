@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from torch.distributed import run as elastic
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from fivefold.mesh.grid import Grid
 from tests.programs import Program
@@ -129,14 +129,28 @@ def test_the_rank_and_the_cause_are_named(found: Callable[[str], dict], name: st
     check(Case.of(name), found(name))
 
 
+def agent(ranks: int, words: list[str]) -> None:
+    """What torchrun does, with ranks forked from it: tests/train/test_run.py has its own."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="standalone",
+        start_method="fork",
+        max_restarts=0,
+    )
+    elastic_launch(config, faults.run_and_leave)(words)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHRUN)
 def test_under_torchrun_too(corpus: Path, tmp_path: Path, name: str) -> None:
     case = Case.of(name)
-    words = ["--standalone", "--nproc-per-node", str(case.ranks), "-m", "tests.train.faults"]
-    words += ["--torchrun", str(corpus), str(tmp_path), name]
+    words = ["--torchrun", str(corpus), str(tmp_path), name]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = Program(elastic.main, words, cwd=ROOT, env=env)
+    process = Program(agent, case.ranks, words, cwd=ROOT, env=env)
     _, errors = process.communicate(timeout=200)
     assert process.returncode != 0
     place = f"rank {case.rank} {GRIDS[case.layout].name(case.rank)}: "

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable
+from functools import cache as remembered
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +72,30 @@ def begun(folder: Path) -> list[str]:
     return [str(p.relative_to(folder)) for p in folder.rglob("*") if p.name.startswith(".tmp-")]
 
 
-def changes(words: Words, whole: Path) -> int:
+@pytest.fixture(scope="module")
+def changes(
+    commands: dict[str, Words], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], int]:
     """How many changes of the file system a command makes that nothing interrupts."""
-    whole.mkdir()
-    done = Program(interrupted, words(whole), str(whole), 0, 0)
-    _, errors = done.communicate(60)
-    assert done.returncode == 0, errors
-    return int(errors.split("changes: ")[-1])
+
+    @remembered
+    def of(command: str) -> int:
+        whole = tmp_path_factory.mktemp("whole")
+        done = Program(interrupted, commands[command](whole), str(whole), 0, 0)
+        _, errors = done.communicate(60)
+        assert done.returncode == 0, errors
+        return int(errors.split("changes: ")[-1])
+
+    return of
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_error_of_the_system_at_any_change_is_one_message(
-    command: str, commands: dict[str, Words], tmp_path: Path
+    command: str, commands: dict[str, Words], changes: Callable[[str], int], tmp_path: Path
 ) -> None:
     words, draw = commands[command], random.Random(command)
-    made = changes(words, tmp_path / "whole")
+    made = changes(command)
     for code in (errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS):
         at, number = tmp_path / str(code), draw.randint(1, made)
         at.mkdir()
@@ -101,10 +110,10 @@ def test_an_error_of_the_system_at_any_change_is_one_message(
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_signal_at_any_change_leaves_nothing_half_made(
-    command: str, commands: dict[str, Words], tmp_path: Path
+    command: str, commands: dict[str, Words], changes: Callable[[str], int], tmp_path: Path
 ) -> None:
     words, draw = commands[command], random.Random(command)
-    made = changes(words, tmp_path / "whole")
+    made = changes(command)
     for signum, status in STATUS.items():
         for number in draw.sample(range(1, made + 1), min(made, POINTS[signum])):
             at = tmp_path / f"{signum}-{number}"

@@ -151,7 +151,7 @@ CASES = {
 @pytest.mark.parametrize("case", chosen(CASES, "one rank, bf16", "ring", "two copies", "optim"))
 def test_nothing_waits_between_the_first_forward_and_the_last_update(case: str) -> None:
     world, model, values = CASES[case]
-    for events in run(world, _events, config(MODELS[model], clip_grad=0.01, **values)):
+    for events in run(world, _events, config(MODELS[model], world, clip_grad=0.01, **values)):
         first, last = events.index(FORWARD), len(events) - events[::-1].index(UPDATE)
         assert set(events[first:last]) == {FORWARD, UPDATE}
         assert events[last:] == ["tolist"], "the result is read once, and that is seen"
@@ -172,13 +172,13 @@ EXPERTS = {
 @pytest.mark.parametrize("case", chosen(EXPERTS, "flex, ranks", "alltoall, experts"))
 def test_experts_that_get_a_fixed_number_of_rows_never_wait(case: str) -> None:
     world, values = EXPERTS[case]
-    for events in run(world, _events, config(MIXTURE, clip_grad=0.01, **values)):
+    for events in run(world, _events, config(MIXTURE, world, clip_grad=0.01, **values)):
         first, last = events.index(FORWARD), len(events) - events[::-1].index(UPDATE)
         assert set(events[first:last]) == {FORWARD, UPDATE}
 
 
 def test_experts_that_get_what_was_chosen_do_wait() -> None:
-    for events in run(2, _events, config(MIXTURE, clip_grad=0.01, **_EP)):
+    for events in run(2, _events, config(MIXTURE, 2, clip_grad=0.01, **_EP)):
         assert "tolist" in events[: len(events) - events[::-1].index(UPDATE)]
 
 
@@ -222,4 +222,4 @@ def _refused(rank: int, world: int, settings: Config) -> None:
 @pytest.mark.parametrize("case", chosen(CASES, "one rank", "ring", "optim_grads_params"))
 def test_a_refused_step_leaves_every_bit_and_its_gradients(case: str) -> None:
     world, model, values = CASES[case]
-    run(world, _refused, config(MODELS[model], clip_grad=0.01, lr=1e-2, **values))
+    run(world, _refused, config(MODELS[model], world, clip_grad=0.01, lr=1e-2, **values))

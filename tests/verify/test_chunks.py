@@ -61,12 +61,17 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, {"attention_dropout": 0.1}, {"cp": 2, "cp_comm_type": ("a2a",)}),
     (2, {}, {"ep": 2, "precision": "bf16"}),
     (1, {}, {"fp8_format": "hybrid", "precision": "bf16"}),
+    (
+        2,
+        {},
+        {"tp": 2, **DOCUMENTS, **MOVED, "offload_modules": ("core_attn", "moe_act", "expert_fc1")},
+    ),
 ]
 
 
 # Each setting of these is in other cases of this folder, too, with these layers, with experts or
 # with others: `make exhaustive` runs them.
-IN_OTHERS = (5, 7, 8, 9, 12, 14, 15, 16, 17, 18)
+IN_OTHERS = (0, 1, 5, 7, 8, 9, 12, 13, 14, 15, 16, 17, 18)
 CHOSEN = [place for place in range(len(CASES)) if place not in IN_OTHERS]
 
 

@@ -88,5 +88,5 @@ def test_deferred_weights_of_a_linear_loss_under_hsdp() -> None:
 def test_deferred_weights_in_bf16(strategy: str) -> None:
     """The sums over microbatches are in fp32, however late they come."""
     settings = _schedule("zb_h1", pp=2, stages="Et|ttL", strategy=strategy)
-    report = verify_in_pool(4, config(MODELS["llama tied"], **settings | {"precision": "bf16"}))
+    report = verify_in_pool(4, config(MODELS["llama tied"], 4, **settings | {"precision": "bf16"}))
     assert report.passed, report.text()

@@ -442,5 +442,5 @@ def test_predictions_of_stages_that_run_again() -> None:
         moe_aux_loss_coeff=(0.3,),
     )
     model = replace(MIXTURE, **PREDICTING | {"num_layers": 3, "moe_layer_freq": "[0,1,1]"})
-    report = verify_in_pool(4, config(model, **values))
+    report = verify_in_pool(4, config(model, 4, **values))
     assert report.passed, report.text()

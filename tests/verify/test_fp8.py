@@ -29,6 +29,13 @@ DEFERRED = flags(tp=2, pp=2, stages="Et|ttL", sequence=True) | {
     "pipeline_schedule": "zb_h1",
     "micro_batch_size": 1,
 }
+GATHERED_AND_MOVED = {
+    "data_parallel_sharding_strategy": "optim",
+    "fp8_param_gather": True,
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ("core_attn", "attn_proj"),
+    "min_offloaded_tensor_size": 1,
+}
 CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
     "deferred weights": (4, MODELS["llama tied"], DEFERRED),
     "ZeRO-3, recomputed, dropout": (
@@ -74,16 +81,16 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
         named(ep=2, strategy="optim_grads_params") | {"fp8_param_gather": True},
     ),
     "gathered in 8 bits, deferred, offloaded": (
-        8,
+        4,
         MODELS["llama tied"],
         DEFERRED
-        | {
-            "data_parallel_sharding_strategy": "optim",
-            "fp8_param_gather": True,
-            "fine_grained_activation_offloading": True,
-            "offload_modules": ("core_attn", "attn_proj"),
-            "min_offloaded_tensor_size": 1,
-        },
+        | GATHERED_AND_MOVED
+        | {"tensor_model_parallel_size": 1, "sequence_parallel": False},
+    ),
+    "gathered in 8 bits, deferred, offloaded, tensor parallel": (
+        8,
+        MODELS["llama tied"],
+        DEFERRED | GATHERED_AND_MOVED,
     ),
     "gathered in 8 bits, optimizer on the host": (
         4,

@@ -159,6 +159,12 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     ),
     "no clipping": (2, "llama", flags(tp=2) | {"clip_grad": 0.0}),
     "one key/value head": (4, "llama", flags(tp=4, sequence=True) | {"num_query_groups": 1}),
+    "one key/value head, a vocabulary part of padding only": (
+        4,
+        "llama",
+        flags(tp=4, sequence=True)
+        | {"num_query_groups": 1, "vocab_size": 70, "make_vocab_size_divisible_by": 104},
+    ),
     "a vocabulary part of padding only": (
         4,
         "llama",
@@ -275,8 +281,7 @@ def test_one_layout_of_each_kind(world: int, case: dict[str, Any], model: str) -
         "virtual stages on one rank",
         "sent in bf16, which one device does not",
         "no overlap, ZeRO-1",
-        "one key/value head",
-        "a vocabulary part of padding only",
+        "one key/value head, a vocabulary part of padding only",
     ),
 )
 def test_corners(corner: str) -> None:

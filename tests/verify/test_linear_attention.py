@@ -78,6 +78,11 @@ DELTA: dict[str, Case] = {
 KIMI: dict[str, Case] = {
     "kimi, alone": (1, "kimi", flags() | DROP),
     "kimi, tensor and context parallel, ZeRO-3": (
+        4,
+        "kimi",
+        flags(tp=2, sequence=True, strategy="optim_grads_params") | context(2, "p2p"),
+    ),
+    "kimi, tensor, context and data parallel, ZeRO-3": (
         8,
         "kimi",
         flags(tp=2, sequence=True, dp=2, strategy="optim_grads_params") | context(2, "p2p"),
@@ -142,6 +147,14 @@ HYBRID: dict[str, Case] = {
     ),
     "hybrid, moved": (2, "hybrid", flags(tp=2, sequence=True) | MOVED),
     "hybrid, experts on ranks, ring, recomputed": (
+        4,
+        "hybrid, experts",
+        flags(tp=2, sequence=True)
+        | context(2, "p2p")
+        | {"expert_model_parallel_size": 2}
+        | selective("moe", "layernorm"),
+    ),
+    "hybrid, experts on replicated ranks, ring, recomputed": (
         8,
         "hybrid, experts",
         flags(tp=2, sequence=True, dp=2)
@@ -214,7 +227,11 @@ PREDICTING: dict[str, Case] = {
     "further tokens with the same weights, deferred weights, ZeRO-2": (
         4,
         "hybrid tied",
-        flags(pp=2, dp=2, strategy="optim_grads", stages="Et|ttmmL") | BUBBLES | FURTHER | SAME,
+        flags(pp=2, dp=2, strategy="optim_grads", stages="Et|ttmmL")
+        | {"global_batch_size": 4}
+        | BUBBLES
+        | FURTHER
+        | SAME,
     ),
     "further tokens with the same weights, tensor parallel, ZeRO-3": (
         4,
@@ -282,7 +299,8 @@ WHOLE_ROWS += [case for case in PREDICTING if "experts" in case]
         "moved",
         "adapters with magnitudes, exchanged heads",
         "kimi, tensor and context parallel, ZeRO-3",
-        *list(HYBRID)[5::3],
+        "hybrid, deferred weights, uneven stages",
+        "hybrid, experts on ranks, ring, recomputed",
         "further tokens with the same weights, deferred weights, ZeRO-2",
         "convolutions, moved, ring",
     ),

@@ -84,13 +84,13 @@ def _proven_elsewhere(row: Row) -> bool:
 
 
 def _most(rows: list[Row], share: float) -> list[Row]:
-    """The rows that prove this share of what all of them prove, on the fewest ranks."""
+    """The rows that prove this share of what all of them prove, at the least cost."""
     proofs = {number: matrix.covered(row) for number, row in enumerate(rows)}
     every = set().union(*proofs.values())
     found: set[Any] = set()
     taken = []
     while len(found) < share * len(every):
-        best = max(proofs, key=lambda n: len(proofs[n] - found) / matrix.ranks(rows[n]))
+        best = max(proofs, key=lambda n: len(proofs[n] - found) / matrix.cost(rows[n]))
         found |= proofs.pop(best)
         taken.append(rows[best])
     return taken

@@ -161,6 +161,6 @@ def _crossed(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None
     ids=str,
 )
 def test_messages_of_both_halves_are_under_way_at_once(values: dict[str, Any]) -> None:
-    found = config(MIXTURE, **named(**values | {"pp": 1}))
+    found = config(MIXTURE, 2, **named(**values | {"pp": 1}))
     report = verify_in_pool(2, found, on_rank=_crossed)
     assert report.passed, report.text()
