@@ -83,8 +83,8 @@ THEMES: tuple[dict[str, Any], ...] = (
     {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
     {"context_parallel_size": 2, "cp_comm_type": ("a2a",)},
 )
-"""Techniques whose settings depend on each other, and seldom come together by chance. Draws have them
-in turn; a prime number of them meets all kinds of GPUs."""
+"""Techniques whose settings depend on each other, and seldom come together by chance. Draws have
+them in turn; as they are a prime number, each meets all kinds of GPUs."""
 ATTEMPTS = 300
 """Models and layouts that are drawn for a technique, which these GPUs or ranks may not allow."""
 
