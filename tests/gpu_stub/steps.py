@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
             if env.rank >= world:
                 continue
             mine = replace(env, world_size=world, local_world_size=world, generation=number)
-            here = init_process_group(mine, device.kind, shared=device.shared, timeout_seconds=60)
+            here = init_process_group(mine, device.kind, shared=device.shared, timeout_seconds=180)
             folder = Path(f"saved-{number}")
             with pretending(), FORGOTTEN[forgotten]() if forgotten else nullcontext():
                 found = Exercise(layout, env.rank, here, folder).run()

@@ -51,6 +51,8 @@ def on_stub(
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=folder, timeout=seconds
     )
+    if "requires cublasLt" in done.stderr:
+        pytest.skip("this stub names no release of cuBLAS, and has no scales of 128 elements")
     assert done.returncode == status, f"{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
     return done.stdout
 

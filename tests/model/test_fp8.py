@@ -285,6 +285,20 @@ def test_a_gpu_is_asked_for_products_alone_that_it_has_a_kernel_for(
     assert able == expected[recipe]
 
 
+@pytest.mark.parametrize("sizes", product((16, 128, 384, 512), repeat=2), ids=str)
+def test_scales_of_blocks_have_the_strides_that_kernels_are_given(sizes: tuple[int, int]) -> None:
+    """PyTorch refuses others, also along dims of one element and where nothing is padded."""
+    for block in ((1, 128), (128, 128)):
+        straight = quantise(_random(*sizes), block, E4M3)
+        turned = quantise(_random(*sizes).t(), block[::-1], E4M3).t()  # as dX and dW do
+        turned_back = quantise(_random(*sizes[::-1]), block[::-1], E4M3).t()
+        for x in (straight, turned, turned_back):
+            laid = fp8._laid_out(x)
+            assert laid.stride() == (1, len(laid))
+            shown = laid if block[0] == 1 else laid.t()
+            assert torch.equal(shown[:, : x.inverse.shape[1]], x.inverse)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", [(256, 384, 512), (40, 72, 200), (1, 16, 130)])

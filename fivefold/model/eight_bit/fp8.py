@@ -352,12 +352,19 @@ def _laid_out(x: Scaled) -> Tensor:
     """The scales in cuBLAS's layout: scales of one depth contiguous for 1 x 128, columns padded to
     a multiple of 4 for 128 x 128, tiles for 1 x 32."""
     if x.block == (1, 128):
-        return x.inverse.t().contiguous().t()
+        return _by_columns(x.inverse)
     if x.block == (128, 128):
-        return F.pad(x.inverse, (0, -x.inverse.shape[1] % 4)).t()
+        return _by_columns(F.pad(x.inverse, (0, -x.inverse.shape[1] % 4)).t())
     if x.block == (1, MX):
         return tiled_scales(x.inverse)
     return x.inverse.contiguous()
+
+
+def _by_columns(x_MK: Tensor) -> Tensor:
+    """The same with strides (1, M), which PyTorch compares even if a dim has one element, where
+    `contiguous` leaves any."""
+    rows, columns = x_MK.shape
+    return x_MK.t().reshape(-1).view(columns, rows).t()
 
 
 def tiled_scales(inverse: Tensor) -> Tensor:
