@@ -1,7 +1,7 @@
 """Generates text from a checkpoint of any layout, on one device or tensor-parallel ones.
 
 Tensor-parallel ranks all run the same loop: each holds its heads, with their keys and values, and
-its entries of the vocabulary, whose logits are gathered; the first rank's tokens are all ranks'.
+its entries of the vocabulary, whose logits are gathered; the first rank draws tokens for all.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,7 +24,7 @@ from fivefold.errors import CheckpointError, ConfigError, Mistake
 from fivefold.inference.decoder import Decoder
 from fivefold.inference.text_bounds import TextBounds
 from fivefold.layout import Layout
-from fivefold.mesh.collectives import from_first
+from fivefold.mesh.collectives import from_first, integers_from_first
 from fivefold.mesh.groups import Groups
 from fivefold.model.transformer import Stage
 from fivefold.optim.adamw import OPTIMIZER
@@ -224,13 +224,21 @@ class Sampler:
         stop = {*self._bounds.ends, *ends}
         texts = [_Text(tokenizer, stop, () if opened else row[-1:]) for row in rows]
         for _ in range(how.max_tokens):
-            logits_BV = decoder.logits().cpu()
-            own = [how.draw(*each) for each in zip(logits_BV, draws, strict=True)]
-            drawn = self.agreed(own)
+            drawn = self._drawn(decoder.logits(), how, draws)
             yield [text.add(token) for text, token in zip(texts, drawn, strict=True)]
             if all(text.ended for text in texts):
                 return
             decoder.add(drawn)
+
+    def _drawn(
+        self, logits_BV: Tensor, how: Sampling, draws: Sequence[torch.Generator]
+    ) -> list[int]:
+        """The next token of each row, which the first rank draws; each rank waits for its device
+        once."""
+        drawn = [0] * len(draws)
+        if self.speaks:
+            drawn = [how.draw(*each) for each in zip(logits_BV.cpu(), draws, strict=True)]
+        return integers_from_first(drawn, self._group, logits_BV.device)
 
 
 def sample_on_ranks(

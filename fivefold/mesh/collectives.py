@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.mesh.buckets import buckets_of
-from fivefold.mesh.device import exchanges_in_pairs
+from fivefold.mesh.device import exchanges_in_pairs, without_waiting
 
 T = TypeVar("T")
 
@@ -57,6 +57,20 @@ def from_first(own: T, group: dist.ProcessGroup | None) -> T:
     told = [own]
     dist.broadcast_object_list(told, group=group, group_src=0)
     return told[0]
+
+
+def integers_from_first(
+    own: Sequence[int], group: dist.ProcessGroup | None, device: torch.device
+) -> list[int]:
+    """Integers of the first rank of a group, on every rank; those of the others only say how many.
+
+    One broadcast between devices: the first rank does not wait for it, the others once.
+    """
+    if group is None:
+        return list(own)
+    told = without_waiting(torch.tensor(own, dtype=torch.int64), device)
+    dist.broadcast(told, group=group, group_src=0)
+    return list(own) if group.rank() == 0 else told.tolist()
 
 
 def start_all_reduce(

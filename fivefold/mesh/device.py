@@ -28,6 +28,11 @@ def runs_triton(x: Tensor) -> bool:
     return uses_gpu_kernels(x) and not torch.compiler.is_compiling() and _has_triton()
 
 
+def without_waiting(x: Tensor, device: torch.device) -> Tensor:
+    """A copy of a host's tensor on a device; the host does not wait for a GPU."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def multiply_(x: Tensor, factor: Tensor) -> Tensor:
     """Multiply `x` in place by a scalar of a wider type, rounding only the product.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.reach import Reach
+from fivefold.mesh.device import without_waiting
 from fivefold.model.linear_attention.chunks import DocumentChunks
 from fivefold.model.shards import MicrobatchShare
 
@@ -32,10 +33,7 @@ class Documents:
     @cached_property
     def starts_C(self) -> Tensor:
         """`starts` as int32 on the device; the host does not wait for the copy."""
-        host = torch.tensor(self.starts, dtype=torch.int32)
-        if self.device.type != "cuda":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+        return without_waiting(torch.tensor(self.starts, dtype=torch.int32), self.device)
 
     @cached_property
     def begins_BL(self) -> Tensor:

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from fivefold.config.config import Config
+
 STUB = shlex.split(os.environ.get("FIVEFOLD_CUDA_STUB", ""))
 needs_stub = pytest.mark.skipif(not STUB, reason="FIVEFOLD_CUDA_STUB names no command")
 ROOT = Path(__file__).parents[2]
@@ -59,8 +61,33 @@ def on_stub(
 
 def steps(folder: Path, *words: str, **options: Any) -> list[dict[str, Any]]:
     """What `steps.py` found, by rank and layout; options as `on_stub` takes them."""
-    said = on_stub("tests.gpu_stub.steps", *words, folder=folder, **options)
+    return _reports(on_stub("tests.gpu_stub.steps", *words, folder=folder, **options))
+
+
+def texts(folder: Path, *words: str, **options: Any) -> list[dict[str, Any]]:
+    """What `texts.py` found, by rank; options as `on_stub` takes them."""
+    return _reports(on_stub("tests.gpu_stub.texts", *words, folder=folder, **options))
+
+
+def _reports(said: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in said.splitlines() if line.startswith('{"rank"')]
+
+
+def faults(report: Mapping[str, Any], config: Config, *, own_gpu: bool) -> Iterator[str]:
+    """What `steps.py` found wrong on a rank with this configuration.
+
+    Ranks that share a GPU send through the host, in threads that wait for their copies.
+    """
+    yield from report["races"]
+    if own_gpu:
+        memory = config.memory
+        on_host = memory.optimizer_cpu_offload or memory.offload_optimizer_states
+        known = OF_HOST if on_host else ()
+        if config.model.num_experts is not None:
+            known += OF_EXPERTS
+        if "sinkhorn" in config.experts.moe_router_load_balancing_type:
+            known += (OF_SINKHORN,)
+        yield from needless(report, *known)
 
 
 def needless(found: Mapping[str, Any], *known: str) -> Iterator[str]:

@@ -2,22 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fivefold.config.config import Config
 from fivefold.config.sources import to_toml
 from tests.gpu_stub.drawn import AMPERE, BLACKWELL, HOPPER, drawn
-from tests.gpu_stub.stub import (
-    OF_EXPERTS,
-    OF_HOST,
-    OF_SINKHORN,
-    disagreements,
-    needless,
-    needs_stub,
-    steps,
-)
+from tests.gpu_stub.stub import disagreements, faults, needs_stub, steps
 from tests.verify.cases import chosen
 
 pytestmark = [needs_stub, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -41,12 +32,12 @@ def test_what_goes_together_has_no_races_and_waits_once_a_step(
     words = _words(tmp_path, configs, ranks)
     found = steps(tmp_path, *words, gpus=gpus, capability=capability, seconds=900)
     assert len(found) == len(configs) * ranks
-    faults = [
+    wrong = [
         f"seed {seeds[report['layout']]} on {ranks} ranks: {fault}"
         for report in found
-        for fault in _faults(report, configs[report["layout"]], own_gpu=gpus > 1)
+        for fault in faults(report, configs[report["layout"]], own_gpu=gpus > 1)
     ]
-    assert not faults, "\n".join(faults)
+    assert not wrong, "\n".join(wrong)
     assert not disagreements(tmp_path)
 
 
@@ -55,16 +46,3 @@ def _words(folder: Path, configs: list[Config], ranks: int) -> Iterator[str]:
         file = folder / f"{number}.toml"
         file.write_text(to_toml(config, changes_only=True))
         yield from ("+", str(file), "--nproc", str(ranks))
-
-
-def _faults(report: dict[str, Any], config: Config, *, own_gpu: bool) -> Iterator[str]:
-    yield from report["races"]
-    if own_gpu:  # threads that send through the host wait for their copies
-        memory = config.memory
-        on_host = memory.optimizer_cpu_offload or memory.offload_optimizer_states
-        known = OF_HOST if on_host else ()
-        if config.model.num_experts is not None:
-            known += OF_EXPERTS
-        if "sinkhorn" in config.experts.moe_router_load_balancing_type:
-            known += (OF_SINKHORN,)
-        yield from needless(report, *known)

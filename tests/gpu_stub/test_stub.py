@@ -1,19 +1,23 @@
 """The CUDA paths where there is no GPU: see `stub.py`."""
 
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from fivefold.cli.verify import Options
+from fivefold.config.sources import load
 from tests.gpu_stub.drawn import AMPERE
 from tests.gpu_stub.planted import FORGOTTEN
 from tests.gpu_stub.stub import (
-    OF_EXPERTS,
-    OF_HOST,
     disagreements,
+    faults,
     needless,
     needs_stub,
     on_stub,
     steps,
+    texts,
 )
 
 ALONE = ("--tp", "1", "--no-sequence-parallel")
@@ -111,20 +115,38 @@ GRAPHED = ("tensor", "sharded", "replicated", "ring", "gathered keys", "ulysses"
 GRAPHED += ("chosen tokens of ranks",)
 
 
+TOGETHER = 5
+"""Layouts that the same processes run in turn: a start takes as long as one of them."""
+
+
+def _of_ranks(ranks: str) -> Iterator[list[str]]:
+    """Names of layouts for so many ranks, which run together."""
+    names = [name for name, words in LAYOUTS.items() if words[2] == ranks]
+    return (names[begin : begin + TOGETHER] for begin in range(0, len(names), TOGETHER))
+
+
 @needs_stub
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("gpus", [8, 1], ids=["a GPU a rank", "one GPU"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_no_races_one_wait_a_step_and_the_same_calls(name: str, gpus: int, tmp_path: Path) -> None:
-    precision = () if "--fp16" in LAYOUTS[name] else ("--bf16",)
-    ranks = steps(tmp_path, *LAYOUTS[name], *precision, gpus=gpus)
-    assert len(ranks) == int(LAYOUTS[name][2])
-    known = OF_HOST if ON_HOST in LAYOUTS[name] else ()
-    known += OF_EXPERTS if "--ep" in LAYOUTS[name] else ()
-    for rank in ranks:
-        assert not rank["races"], "\n".join(rank["races"])
-        if gpus > 1:  # threads that send through the host wait for their copies
-            assert not [*needless(rank, *known)]
+@pytest.mark.parametrize("names", [*chain.from_iterable(map(_of_ranks, "124"))], ids="; ".join)
+def test_no_races_one_wait_a_step_and_the_same_calls(
+    names: list[str], gpus: int, tmp_path: Path
+) -> None:
+    commands = {
+        name: (*LAYOUTS[name], *(() if "--fp16" in LAYOUTS[name] else ("--bf16",)))
+        for name in names
+    }
+    words = (word for command in commands.values() for word in ("+", *command))
+    found = steps(tmp_path, *words, gpus=gpus, seconds=900)
+    assert len(found) == len(names) * int(LAYOUTS[names[0]][2])
+    configs = [load(command, Options, lambda _: None)[1] for command in commands.values()]
+    wrong = [
+        f"{names[report['layout']]}: {fault}"
+        for report in found
+        for fault in faults(report, configs[report["layout"]], own_gpu=gpus > 1)
+    ]
+    assert not wrong, "\n".join(wrong)
     assert not disagreements(tmp_path)
 
 
@@ -177,6 +199,19 @@ def test_steps_are_recorded_as_graphs(name: str, tmp_path: Path) -> None:
     for rank in ranks:
         assert rank["replayed"] == 3  # of five, after two
         assert not rank["races"] and not [*needless(rank)]
+    assert not disagreements(tmp_path)
+
+
+@needs_stub
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_token_of_a_text_waits_once(ranks: str, tmp_path: Path) -> None:
+    words = ("debug", "--nproc", ranks, "--tp", ranks, "--no-sequence-parallel")
+    found = texts(tmp_path, *words, gpus=8)
+    assert len(found) == int(ranks)
+    for report in found:
+        for waits, pageable in zip(report["waits"], report["pageable"], strict=True):
+            assert sum(waits.values()) == 1 and pageable.keys() <= waits.keys(), report
     assert not disagreements(tmp_path)
 
 

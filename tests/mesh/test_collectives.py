@@ -15,6 +15,7 @@ from fivefold.mesh.collectives import (
     all_reduce,
     exchange_rows,
     group_size,
+    integers_from_first,
     reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
@@ -33,6 +34,16 @@ def _values(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tenso
 
 def _of_all(world: int, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [_values(rank, *shape, dtype=dtype) for rank in range(world)]
+
+
+def _told(rank: int, world: int) -> list[int]:
+    own = [2**62 + 1, -3, 0] if rank == 0 else [rank] * 3
+    return integers_from_first(own, dist.group.WORLD, torch.device("cpu"))
+
+
+def test_integers_are_the_first_ranks() -> None:
+    assert run(2, _told) == [[2**62 + 1, -3, 0]] * 2
+    assert integers_from_first((1, 2), None, torch.device("cpu")) == [1, 2]
 
 
 def _in_rank_order(parts: list[Tensor]) -> Tensor:

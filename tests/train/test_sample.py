@@ -5,15 +5,16 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -27,7 +28,8 @@ from fivefold.data.prompts import encode_prompt
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import DataError
 from fivefold.inference.decoder import Decoder
-from fivefold.inference.sample import Sampling, _Text
+from fivefold.inference.sample import Sampler, Sampling, _Text
+from fivefold.inference.text_bounds import TextBounds
 from fivefold.mesh.slices import piece_of
 from fivefold.model.batch import Batch
 from fivefold.model.init import initialise
@@ -35,6 +37,7 @@ from fivefold.model.transformer import Stage
 from fivefold.parallelize import parallelize
 from fivefold.train.layout_groups import groups_of
 from tests import programs
+from tests.byte_level import byte_level
 from tests.pool import run
 from tests.verify.cases import CHUNKED, MODELS, chosen, config, named, shared_groups
 
@@ -132,6 +135,42 @@ def test_ranks_continue_rows_as_one_device(case: tuple[str, int]) -> None:
     name, ranks = case
     rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8], [9]]
     assert max(run(ranks, _on_a_rank, SPLIT[name], rows)) < 1e-10
+
+
+@dataclass(frozen=True)
+class _Counting(Sampling):
+    """Keeps what is drawn on this rank."""
+
+    seen: list[int] = field(default_factory=list)
+
+    def draw(self, *of: Any) -> int:
+        self.seen.append(super().draw(*of))
+        return self.seen[-1]
+
+
+@shared_groups()
+def _written(rank: int, world: int, prompts: list[str], count: int) -> tuple[list[list[str]], int]:
+    """Texts that a rank writes, and how many tokens it draws itself. Nothing is pickled: a GPU
+    would be asked for the length of a pickle, then for what it says."""
+    model = replace(MODELS["llama"], vocab_size=300)
+    layout = check(config(model, **named(tp=world, sequence_parallel=False)), world)
+    groups = groups_of(layout, rank, "cpu")
+    parallel = parallelize(layout, groups, torch.device("cpu"))
+    parallel.initialise({name: piece_of(p) for name, p in parallel.parameters().items()})
+    (stage,) = parallel.stages.values()
+    tokenizer = Tokenizer(byte_level("the cat sat", ["<|endoftext|>"], 300).to_str(), "it")
+    sampler = Sampler(layout.config, stage, tokenizer, TextBounds((), frozenset()), groups.tp)
+    how = _Counting(count, seed=7)
+    with patch.multiple(dist, broadcast_object_list=None, all_gather_object=None):
+        return [*sampler.write(prompts, how)], len(how.seen)
+
+
+def test_the_first_rank_draws_for_all() -> None:
+    prompts, count = ["the cat", "a"], 5
+    ((alone, drawn),) = run(1, _written, prompts, count)
+    assert drawn == count * len(prompts)
+    for rank, (texts, own) in enumerate(run(2, _written, prompts, count)):
+        assert texts == alone and own == (0 if rank else drawn)
 
 
 def test_tokens_are_drawn_from_those_that_are_asked_for() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.mesh.device import runs_triton
+from fivefold.mesh.device import runs_triton, without_waiting
 from fivefold.model.eight_bit.rules import ADA, BLACKWELL
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -303,13 +303,12 @@ def multiply_groups(a: Scaled, b: Scaled, ends: list[int], *, fast: bool) -> Ten
         fast: as in `multiply`.
     """
     weights_ENK = b.bits.view(len(ends), -1, b.bits.shape[1])
-    known = torch.tensor(ends, dtype=torch.int32).pin_memory()  # so that the host does not wait
     product: Tensor = torch._scaled_grouped_mm(
         a.bits,
         weights_ENK.transpose(1, 2),
         a.inverse.flatten(),
         b.inverse.view(len(ends), -1),
-        offs=known.to(a.bits.device, non_blocking=True),
+        offs=without_waiting(torch.tensor(ends, dtype=torch.int32), a.bits.device),
         out_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )

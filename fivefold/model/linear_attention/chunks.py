@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fivefold.description.linear_attention import CHUNK
+from fivefold.mesh.device import without_waiting
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +54,6 @@ class DocumentChunks:
         put = torch.empty_like(position)
         put[place[real]] = torch.arange(place.numel()).view_as(place)[real]
         take = torch.minimum(place, end - 1)
-        counting = None if bool(real.all()) else _there(real, device)
-        places = (_there(x, device) for x in (put, position))
-        return cls(tuple(active), _there(take, device), counting, *places)
-
-
-def _there(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the device without making the host wait."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+        counting = None if bool(real.all()) else without_waiting(real, device)
+        places = (without_waiting(x, device) for x in (put, position))
+        return cls(tuple(active), without_waiting(take, device), counting, *places)
