@@ -114,7 +114,7 @@ def _converse(sampler: "Sampler", how: "Sampling", run: Path) -> None:
 
     template = ChatTemplate.load(_template_of(sampler, run))
     talk: list[Message] = []
-    while line := sampler.agreed(sys.stdin.readline() if sampler.speaks else ""):
+    while line := sampler.heard(sys.stdin.readline):
         talk.append({"role": "user", "content": line.rstrip("\n")})
         prompt, _ = template.render(talk, None, "the conversation", prompt=True)
         through, _ = template.render(

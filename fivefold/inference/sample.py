@@ -4,11 +4,13 @@ Tensor-parallel ranks all run the same loop: each holds its heads, with their ke
 its entries of the vocabulary, whose logits are gathered; the first rank draws tokens for all.
 """
 
+import json
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from fivefold.errors import CheckpointError, ConfigError, Mistake
 from fivefold.inference.decoder import Decoder
 from fivefold.inference.text_bounds import TextBounds
 from fivefold.layout import Layout
-from fivefold.mesh.collectives import from_first, integers_from_first
+from fivefold.mesh.collectives import integers_from_first
 from fivefold.mesh.groups import Groups
 from fivefold.model.transformer import Stage
 from fivefold.optim.adamw import OPTIMIZER
@@ -41,8 +43,7 @@ from fivefold.train.ranks.launch import run_ranks
 from fivefold.train.ranks.rank_env import RankEnv
 
 LEAST_TEMPERATURE = 1e-30  # fp32 can divide by it
-
-T = TypeVar("T")
+BETWEEN_LOOKS = 0.05  # seconds after which ranks ask again for what a person says
 
 
 def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Tokenizer]:
@@ -174,7 +175,7 @@ class Sampler:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.config, self.tokenizer, self._stage, self._group = config, tokenizer, stage, group
-        self._bounds = bounds
+        self._bounds, self._turns = bounds, count()
 
     @classmethod
     def load(cls, run: Path, step: int | None = None, device: Asked = "auto") -> "Sampler":
@@ -194,9 +195,21 @@ class Sampler:
         """Whether this rank shows the text that all ranks write."""
         return self._group is None or self._group.rank() == 0
 
-    def agreed(self, what: T) -> T:
-        """The first rank's value, on every rank."""
-        return from_first(what, self._group)
+    def heard(self, hear: Callable[[], str]) -> str:
+        """What the first rank hears, on every rank, however long it takes to come.
+
+        The others ask the store that ranks meet in: a collective would end the run after
+        `--distributed-timeout-minutes`, and keeps a GPU busy until then.
+        """
+        if self._group is None:
+            return hear()
+        store = dist.PrefixStore(self._group.group_name, dist.distributed_c10d._get_default_store())
+        key = f"heard {next(self._turns)}"
+        if self.speaks:
+            store.set(key, json.dumps(hear()))
+        while not store.check([key]):
+            time.sleep(BETWEEN_LOOKS)
+        return str(json.loads(store.get(key)))
 
     def write(
         self,

@@ -24,6 +24,8 @@ ALONE = ("--tp", "1", "--no-sequence-parallel")
 ON_HOST = "--optimizer-cpu-offload"
 TWO_STEPS = ("--train-iters", "2", "--lr-warmup-iters", "0")
 TWO = ("debug", "--nproc", "2", *ALONE)
+FEW = ("--global-batch-size", "2")
+"""Sequences, where each has many small parts of attention."""
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "tensor": ("debug", "--nproc", "2", "--tp", "2"),
     "tensor, pipeline": ("debug", "--nproc", "4", "--tp", "2", "--pp", "2"),
@@ -49,16 +51,16 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
     "zb_v": (*TWO, "--pp", "2", "--pipeline-schedule", "zb_v"),
     "dualpipe_v": (*TWO, "--pp", "2", "--pipeline-schedule", "dualpipe_v"),
-    "ring": (*TWO, "--cp", "2"),
-    "ring, probabilities dropped": (*TWO, "--cp", "2", "--attention-dropout", "0.1"),
-    "gathered keys": (*TWO, "--cp", "2", "--cp-comm-type", "all_gather"),
+    "ring": (*TWO, "--cp", "2", *FEW),
+    "ring, probabilities dropped": (*TWO, "--cp", "2", *FEW, "--attention-dropout", "0.1"),
+    "gathered keys": (*TWO, "--cp", "2", *FEW, "--cp-comm-type", "all_gather"),
     "chunks": (
         *("debug", "--nproc", "2", "--tp", "2", "--attention-chunk-size", "24", "--qk-l2-norm"),
         *("--no-rope-freq", "2", "--attn-temperature-tuning", "--floor-scale", "16"),
     ),
-    "ulysses": (*TWO, "--cp", "2", "--cp-comm-type", "a2a"),
+    "ulysses": (*TWO, "--cp", "2", *FEW, "--cp-comm-type", "a2a"),
     "ulysses in a ring": (
-        *("debug", "--nproc", "4", *ALONE, "--cp", "4", "--cp-comm-type", "a2a+p2p"),
+        *("debug", "--nproc", "4", *ALONE, *FEW, "--cp", "4", "--cp-comm-type", "a2a+p2p"),
         *("--hierarchical-context-parallel-sizes", "2", "2"),
     ),
     "hybrid": (
@@ -74,7 +76,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         "--mtp-use-repeated-layer",
     ),
     "states, ulysses": (
-        *(*TWO, "--cp", "2", "--cp-comm-type", "a2a", "--experimental-attention-variant"),
+        *(*TWO, *FEW, "--cp", "2", "--cp-comm-type", "a2a", "--experimental-attention-variant"),
         *("gated_delta_net", "--linear-attention-freq", "2", "--linear-key-head-dim", "16"),
         *("--linear-value-head-dim", "16", "--linear-num-key-heads", "2"),
         *("--linear-num-value-heads", "4"),
@@ -87,7 +89,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         *("--dsa-indexer-topk", "16", "--dsa-indexer-loss-coeff", "0.1"),
     ),
     "chosen tokens of ranks": (
-        *("debug", "--nproc", "4", "--tp", "2", "--cp", "2", "--cp-comm-type", "all_gather"),
+        *("debug", "--nproc", "4", "--tp", "2", *FEW, "--cp", "2", "--cp-comm-type", "all_gather"),
         *("--multi-latent-attention", "--num-query-groups", "none", "--kv-channels", "none"),
         *("--no-use-rope-scaling", "--experimental-attention-variant", "dsa"),
         *("--dsa-indexer-n-heads", "4", "--dsa-indexer-head-dim", "64"),

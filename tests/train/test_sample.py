@@ -4,8 +4,10 @@ import io
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -171,6 +173,27 @@ def test_the_first_rank_draws_for_all() -> None:
     assert drawn == count * len(prompts)
     for rank, (texts, own) in enumerate(run(2, _written, prompts, count)):
         assert texts == alone and own == (0 if rank else drawn)
+
+
+def _heard(rank: int, world: int) -> tuple[list[str], float]:
+    """What ranks hear whose collectives may take less time than a person, and how much of a
+    processor they take meanwhile."""
+    group = dist.new_group(timeout=timedelta(seconds=0.2))
+    sampler = Sampler(None, None, None, None, group)  # type: ignore[arg-type]
+    lines = iter(["one\udc80\n", "two\n", ""])
+
+    def hear() -> str:
+        assert rank == 0, "only the first rank has standard input"
+        time.sleep(0.6)
+        return next(lines)
+
+    began = time.process_time()
+    return [sampler.heard(hear) for _ in range(3)], time.process_time() - began
+
+
+def test_ranks_wait_for_a_person_as_long_as_it_takes() -> None:
+    for heard, seconds in run(2, _heard):
+        assert heard == ["one\udc80\n", "two\n", ""] and seconds < 0.9
 
 
 def test_tokens_are_drawn_from_those_that_are_asked_for() -> None:
