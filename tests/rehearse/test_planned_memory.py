@@ -320,6 +320,20 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "param_cpu_offload": True,
         },
     ),
+    # Of the gradients of an MLP's last tile only the first two were counted beside their sums, and
+    # none where products add to a sum; nor was what a whole sum is narrowed into.
+    "sums of tiles": (
+        "llama3-8b",
+        {
+            "seq_length": 1024,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "optimizer_cpu_offload": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mlp",),
+            "tiled_mlp_num_shards": 4,
+        },
+    ),
     # A layer's states run again beside the message of the gradients of its own experts.
     "states behind experts": (
         "kimi-linear-48b-a3b",

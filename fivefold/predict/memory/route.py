@@ -16,7 +16,7 @@ from fivefold.predict.memory.sizes import (
     first_linear,
     last_linears,
     remade_at_once,
-    tiled_sums,
+    tiled_weights,
     trained_by,
 )
 from fivefold.predict.memory.stage_sizes import StageSizes
@@ -72,7 +72,11 @@ class Route(StageSizes):
         at, inside = next((n, op) for n, op in enumerate(after) if isinstance(op, _INSIDE))
         share = share_at_once(running, inputs.rerun_by)
         working = self.tokens * inputs.working(running) * share
-        working += tiled_sums(self.layout, layer, running)
+        tiled = tiled_weights(self.layout, layer, running)
+        sums = max(running.element_bytes, 4) * sum(tiled)
+        if tiled:  # gradients of a tile are added when all are made, and a whole sum is narrowed
+            of_tile = running.element_bytes * sum(tiled)
+            working = sums + of_tile + max(working, running.element_bytes * tiled[-1])
         start = self._start(place)._replace(
             working=working,
             remade=self._remade(place),
@@ -81,7 +85,7 @@ class Route(StageSizes):
         around = running.element_bytes * inputs.inputs / running.token_parts
         inner = start._replace(
             where="the activation of the last layer" if layer.kind.mlp else "the last mixer",
-            working=self.tokens * (around + inside.working(running) * share),
+            working=sums + self.tokens * (around + inside.working(running) * share),
         )
         return self._without(start, place, after), self._without(inner, place, after[at + 1 :])
 
@@ -107,6 +111,10 @@ class Route(StageSizes):
         )
 
     @property
+    def _in_tiles(self) -> bool:
+        return bool(tiled_weights(self.layout, self.described(-1), self.running_of(-1)))
+
+    @property
     def reruns_experts(self) -> bool:
         """Whether a backward runs the last layer's experts again, with their messages."""
         memory = self.running.memory
@@ -116,8 +124,9 @@ class Route(StageSizes):
 
     @cached_property
     def inward(self) -> float:
-        """Trained elements of a projection into the inner features of the last layer's MLP."""
-        return first_linear(self.layout, self.described(-1))
+        """Trained elements of a projection into the inner features of the last layer's MLP; those
+        of tiles are counted with their sums."""
+        return 0.0 if self._in_tiles else first_linear(self.layout, self.described(-1))
 
     @cached_property
     def outward(self) -> float:
