@@ -160,6 +160,9 @@ class _Walk:
         for place, inside in route.other_mixers:
             change = _behind(route, passage, place, inside, sum(p.size for p in route.parts[place]))
             yield self._ended(inside, change, inside.resharded, place)
+        for place, inside in route.other_tiles:
+            change = _behind(route, passage, place, inside, 0.0)
+            yield self._ended(inside, change, inside.resharded, place)
         if last:
             inside, size = route.first_layer
             fresh = self._new.waiting + size * self._new.fresh

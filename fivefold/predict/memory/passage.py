@@ -96,12 +96,13 @@ class Passage:
                 new = block.converted(policy.fresh, policy.gradient)
             return Change(new, made, resharded)
         shard = self._first.held(block)
-        wide = policy.gradient * (shard + self._divided(block)) + self._narrowed(size, shard)
+        back = policy.gradient * self._first.largest(block) * self._comes_back(block)
+        # One after the other.
+        passing = max(policy.gradient * self._divided(block), self._narrowed(size, shard), back)
+        wide = policy.gradient * shard + passing
+        if shard < block.size:  # a loop variable in FSDP2's reduction keeps the last one alive
+            wide += (policy.fresh if policy.splits_gradient else policy.gradient) * block.last
         if policy.splits_gradient:
-            if shard < block.size:  # a loop variable in FSDP2's reduction keeps the last one alive
-                wide += policy.fresh * block.last
-            if self._comes_back(block):
-                wide += policy.gradient * self._first.largest(block)
             sent = size * self._message + max(size * policy.fresh, wide)
         else:  # what has been copied into the message is free
             sent = size * self._message + max(wide - size * policy.gradient, 0.0)
@@ -111,8 +112,8 @@ class Passage:
 
     def _comes_back(self, block: GatheredBlock) -> bool:
         """Whether the host's sum of a block's gradients is copied back to be added to."""
-        sums = not self.first and not with_replicas(self.layout, block).size
-        return sums and self.policy.offloaded > 0
+        again = self.policy.splits_gradient and not self.first
+        return again and self.policy.offloaded > 0 and not with_replicas(self.layout, block).size
 
     def _divided(self, block: GatheredBlock) -> int:
         """Number of gradients of a block that FSDP2 divides by one into a copy, in groups of one

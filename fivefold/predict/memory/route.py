@@ -72,7 +72,7 @@ class Route(StageSizes):
         at, inside = next((n, op) for n, op in enumerate(after) if isinstance(op, _INSIDE))
         share = share_at_once(running, inputs.rerun_by)
         working = self.tokens * inputs.working(running) * share
-        tiled = tiled_weights(self.layout, layer, running)
+        tiled = self._tiled(place)
         sums = max(running.element_bytes, 4) * sum(tiled)
         if tiled:  # gradients of a tile are added when all are made, and a whole sum is narrowed
             of_tile = running.element_bytes * sum(tiled)
@@ -110,9 +110,19 @@ class Route(StageSizes):
             if kind.mixer is not None
         )
 
-    @property
-    def _in_tiles(self) -> bool:
-        return bool(tiled_weights(self.layout, self.described(-1), self.running_of(-1)))
+    def _tiled(self, place: int) -> list[int]:
+        return tiled_weights(self.layout, self.described(place), self.running_of(place))
+
+    @cached_property
+    def other_tiles(self) -> tuple[tuple[int, ActPoint], ...]:
+        """Where the last layer's MLP does not run in tiles: the place of the last layer of which
+        one does, and the former point in it."""
+        every = range(len(self.numbers) - 1, -1, -1)
+        tiled = [n for n in every if self._tiled(n)][:1]
+        where = "the last layer with tiles"
+        return tuple(
+            (n, self._behind(n, self._in_layer(n)[0], where)) for n in tiled if n < every[0]
+        )
 
     @property
     def reruns_experts(self) -> bool:
@@ -126,7 +136,7 @@ class Route(StageSizes):
     def inward(self) -> float:
         """Trained elements of a projection into the inner features of the last layer's MLP; those
         of tiles are counted with their sums."""
-        return 0.0 if self._in_tiles else first_linear(self.layout, self.described(-1))
+        return 0.0 if self._tiled(-1) else first_linear(self.layout, self.described(-1))
 
     @cached_property
     def outward(self) -> float:
