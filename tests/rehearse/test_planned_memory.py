@@ -334,6 +334,42 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "tiled_mlp_num_shards": 4,
         },
     ),
+    # Only the last layer's tiles were counted, and only some layers have a dense MLP.
+    "tiles before experts": (
+        "deepseek-v2-lite",
+        {
+            "num_experts": 8,
+            "moe_layer_freq": "[0,1]",
+            "seq_length": 512,
+            "expert_model_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads",
+            "optimizer_cpu_offload": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mlp",),
+            "tiled_mlp_num_shards": 4,
+        },
+    ),
+    # A block's last gradient, summed over microbatches, stays until FSDP2 has reduced the block.
+    "narrow messages of sums": (
+        "mixtral-8x7b",
+        {
+            "num_experts": 4,
+            "data_parallel_sharding_strategy": "optim",
+            "grad_reduce_in_bf16": True,
+            "optimizer_cpu_offload": True,
+        },
+    ),
+    # A narrow message was counted beside the host's sum, which comes back when it is gone.
+    "narrow messages, sums on the host": (
+        "llama3-8b",
+        {
+            "vocab_size": 65536,
+            "global_batch_size": 6,
+            "data_parallel_sharding_strategy": "optim_grads",
+            "grad_reduce_in_bf16": True,
+            "offload_optimizer_states": True,
+        },
+    ),
     # A layer's states run again beside the message of the gradients of its own experts.
     "states behind experts": (
         "kimi-linear-48b-a3b",
@@ -369,6 +405,8 @@ RARE = (
     "sums of experts",
     "sums of experts in one microbatch",
     "weights on the host",
+    "tiles before experts",
+    "narrow messages, sums on the host",
     "gathers in 8 bits, optimizer on the host",
     "8 bits, sums split, optimizer on the host",
 )
