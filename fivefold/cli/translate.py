@@ -175,8 +175,7 @@ def _with_model(options: Options, trainer: str, make: Callable[[], Translation])
 def _around(options: Options, path: Path) -> Around:
     """The environment of a script: variables are read as bash would read them if it ran here."""
     arguments = shlex.split(options.script_arguments or "")
-    folder = None if options.source == "-" else path.parent
-    return Around(os.environ, arguments, folder)
+    return Around(os.environ, arguments, None if options.source == "-" else path)
 
 
 def _check_unasked(options: Options, *names: str) -> None:

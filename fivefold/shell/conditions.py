@@ -114,5 +114,6 @@ def tested(text: str, expander: Expander) -> Iterator[str]:
     apart = re.sub(r"(?<!\\)(&&|\|\||[()])", r" \1 ", text) if "=~" not in text else text
     before = ""
     for word in words_of(apart):
-        yield word.replace("\\", "") if before == "=~" and "$" not in word else expander.text(word)
+        pattern = before == "=~" and not re.search(r"['\"`]|\$[\w{(]", word)
+        yield word if pattern else expander.text(word)
         before = word

@@ -1,13 +1,12 @@
 """Expands the words of a script as a shell does before it calls a command."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import translate
 from itertools import product
 from typing import Protocol
 
 from fivefold.errors import ConfigError
-from fivefold.shell.printed import PRINTED
 from fivefold.shell.scan import after_piece, end_of_word
 from fivefold.shell.sums import ShellSum
 from fivefold.shell.unknown import is_unknown, known_part, unknown, unknown_names
@@ -36,10 +35,15 @@ class Values(Protocol):
 
 
 class Expander:
-    """Expands words, with the values of variables."""
+    """Expands words, with the values of variables.
 
-    def __init__(self, values: Values) -> None:
-        self._values = values
+    Args:
+        values: the variables.
+        printed: the output of a text in $(); None: nobody here knows it.
+    """
+
+    def __init__(self, values: Values, printed: Callable[[str], str | None]) -> None:
+        self._values, self._printed = values, printed
 
     def fields(self, words: Sequence[str]) -> list[str]:
         """All words of a command."""
@@ -65,12 +69,8 @@ class Expander:
 
     def _told_by(self, command: str) -> str:
         """The output of a command."""
-        words = [] if re.search(r"[|;&<>\n]", command) else list(words_of(command))
-        if words and words[0] in PRINTED:
-            told = PRINTED[words[0]](self.fields(words[1:]))
-            if told is not None:
-                return told
-        return unknown(f"$({command.strip()})")
+        told = self._printed(command)
+        return unknown(f"$({command.strip()})") if told is None else told.rstrip("\n")
 
     def _split(self, word: str) -> Iterator[str]:
         """The fields of a word; its unquoted parts are cut at white space."""
@@ -160,7 +160,7 @@ class Expander:
             if isinstance(found, str):
                 yield found, quoted, False
             elif (quoted and inner[:1] == "*") or "[*]" in inner:
-                yield " ".join(found), quoted, False
+                yield known_part(self._values.get("IFS"))[:1].join(found), quoted, False
             else:
                 last = len(found) - 1
                 yield from ((one, quoted, place < last) for place, one in enumerate(found))

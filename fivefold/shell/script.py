@@ -8,8 +8,10 @@ from types import MappingProxyType
 
 from fivefold.errors import ConfigError
 from fivefold.files import read_text
+from fivefold.shell.assignments import ASSIGNMENT, DECLARING, assigned
 from fivefold.shell.conditions import Condition, tested
 from fivefold.shell.expansion import Expander, matches
+from fivefold.shell.printed import Printed, answer, formatted, within
 from fivefold.shell.scan import Token
 from fivefold.shell.syntax import (
     Block,
@@ -31,11 +33,9 @@ from fivefold.shell.unknown import (
 )
 from fivefold.shell.variables import Variables
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?)=(.*)", re.DOTALL)
-_DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _SHELLS = ("bash", "sh", "sbatch")
 _MOST_STEPS, _DEEPEST = 20_000, 30
-_DECIDES = (*_DECLARING, "set", "eval", "source", ".", "shift", "unset")
+_DECIDES = (*DECLARING, "set", "eval", "source", ".", "shift", "unset")
 
 
 @dataclass
@@ -68,6 +68,8 @@ class Loops:
 class ShellScript:
     """A script, read as bash would run it in an environment.
 
+    One class because statements hold statements, and all of them change the same variables.
+
     What is not set, and what other programs would tell, is not known (`unknown`). Conditions read
     it as not set, files as not there, and other programs as having failed, which elsewhere succeed;
     where that decides about variables it is noted. An `exit` before a command that `launches` is
@@ -76,14 +78,13 @@ class ShellScript:
     Args:
         environment: variables that are set before.
         arguments: what the script is called with.
-        folder: where files that it sources lie; None: nowhere.
+        path: its file, which it may ask for; None: not known.
         launches: whether the words of a command are what is looked for.
 
     Attributes:
         variables: what is set.
         commands: words of each command that is none of the shell's own.
         notes: what was not known and decided about variables.
-        folders: where files that it sources may lie.
         asking: whether a condition is being read.
         ended: whether it has come to its end.
     """
@@ -92,20 +93,29 @@ class ShellScript:
         self,
         environment: Mapping[str, str],
         arguments: Sequence[str],
-        folder: Path | None,
+        path: Path | None,
         launches: Callable[[Sequence[str]], bool],
     ) -> None:
         self.variables = Variables(environment, arguments)
-        self._expander = Expander(self.variables)
+        self._expander = Expander(self.variables, self._printed)
+        self._output: Printed | None = None
+        if path is not None:
+            self.variables.put("0", str(path.absolute()))
+            self._come_to(str(path.absolute()))
         self._functions: dict[str, Block] = {}
         self.launches = launches
-        self.folders = (Path(),) if folder is None else (folder, Path())
         self._doubts: list[str] = []
         self._steps, self._depth = 0, 0
         self.ended, self.asking = False, False
         self.loops = Loops()
         self.commands: list[list[str]] = []
         self.notes: dict[str, None] = {}
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where files that it sources may lie: from here, or beside the script itself."""
+        here, own = (known_part(self.variables.get(name)) for name in ("PWD", "0"))
+        return Path(here), *([Path(own).parent] if own else ())
 
     def run(self, text: str) -> bool:
         """Read the statements of a text; returns whether the last one succeeds.
@@ -114,6 +124,17 @@ class ShellScript:
             ConfigError: bash would not read it, or it is longer than anybody writes.
         """
         return self._block(parse(text))
+
+    def run_file(self, path: Path) -> bool:
+        """Read the statements of a file that the script sources."""
+        before = self.variables.get("BASH_SOURCE")
+        self._come_to(str(path.absolute()))
+        found = self.run(read_text(path, ConfigError))
+        self._come_to(before)
+        return found
+
+    def _come_to(self, file: str) -> None:
+        self.variables.put_array("BASH_SOURCE", [(None, file)], more=False)
 
     def _block(self, block: Block) -> bool:
         if self._depth > _DEEPEST:
@@ -130,8 +151,8 @@ class ShellScript:
 
     def _statement(self, statement: Statement) -> bool:
         match statement:
-            case Command(words, document):
-                return self._command(words, document)
+            case Command(words, document, into):
+                return self._command(words, document, into)
             case Check(kind, text):
                 return self._check(kind, text)
             case Chain(parts):
@@ -145,12 +166,28 @@ class ShellScript:
             case Function(name, body):
                 self._functions[name] = body
                 return True
-            case Grouped(body):
-                return self._block(body)
+            case Grouped(body, apart):
+                before = self.variables.state()
+                found = self._block(body)
+                if apart:
+                    self.variables.put_back(before)
+                return found
+
+    def _printed(self, text: str) -> str | None:
+        """What the statements in $() print; None: nobody here knows."""
+        outer, doubts, before = self._output, self._doubts, self.variables.state()
+        self._output, self._doubts = Printed(), []
+        self._block(parse(text))
+        told = self._output.text if self._output.known else None
+        self._output, self._doubts = outer, doubts
+        self.variables.put_back(before)
+        return told
 
     def _chain(self, parts: Sequence[tuple[str, Statement]]) -> bool:
         found, self._doubts = True, []
         for place, (before, statement) in enumerate(parts):
+            if self._output:
+                self._output.begin(piped=before.startswith("|") and before[:2] != "||")
             runs = {"&&": found, "||": not found}.get(before.rstrip("!"), True)
             if place and before.rstrip("!") in ("&&", "||"):
                 self._note([statement])
@@ -184,7 +221,9 @@ class ShellScript:
 
     def _note(self, statements: Sequence[Statement]) -> None:
         """Remember what is in doubt, if these statements change anything."""
-        if self._doubts and any(map(_decides, statements)):
+        if self._doubts and self._output:
+            self._output.add(None)
+        elif self._doubts and any(map(_decides, statements)):
             self.notes.update(dict.fromkeys(self._doubts))
         self._doubts = []
 
@@ -230,9 +269,16 @@ class ShellScript:
         self._doubts += condition.doubts
         return found
 
-    def _command(self, words: Sequence[str], document: Token | None) -> bool:
-        words = _assigned(self.variables, self._expander, words)
+    def _command(self, words: Sequence[str], document: Token | None, into: str) -> bool:
+        words = assigned(self.variables, self._expander, words)
         fields = self._expander.fields(words) if words else []
+        if (printed := self._output) and into:
+            self._output = Printed()
+            found = self._call(fields) if fields else True
+            if into != "2" and (self._output.text or not self._output.known):
+                printed.add(None)
+            self._output = printed
+            return found
         if fields and document and PurePath(fields[0]).name in _SHELLS:
             expanded = document.kind == "document"
             inner = self._expander.in_quotes(document.text) if expanded else document.text
@@ -250,12 +296,18 @@ class ShellScript:
             return self._holds(rest[:-1] if name == "[" else rest)
         if name in _OWN:
             return _OWN[name](self, rest)
+        if fields[:2] == ["printf", "-v"] and (told := formatted(fields[3:])) is not None:
+            self.variables.put(fields[2], told)
+            return True
         if (inner := _inner(fields)) is not None:
             before = len(self.commands)
             self.run(inner)
             for command in self.commands[before:]:
                 command[:0] = fields[: fields.index("-c")]
             return True
+        if self._output:
+            told = answer(name, rest, self._output.given, self.variables.get("PWD"))
+            return self._output.add(told)
         self.commands.append(fields)
         if name == "echo" or self.launches(fields):
             return True
@@ -263,44 +315,25 @@ class ShellScript:
         return not self.asking
 
 
-def _assigned(variables: Variables, expander: Expander, words: Sequence[str]) -> Sequence[str]:
-    """Give the variables before a command, or in one that declares them, their values; what is left
-    of the command."""
-    place = 0
-    while place < len(words) and (parts := _ASSIGNMENT.fullmatch(words[place])):
-        _assign(variables, expander, *parts.groups())
-        place += 1
-    if place == len(words) or words[place] not in _DECLARING:
-        return words[place:]
-    for word in words[place + 1 :]:
-        if parts := _ASSIGNMENT.fullmatch(word):
-            _assign(variables, expander, *parts.groups())
-    return ()
-
-
-def _assign(
-    variables: Variables, expander: Expander, name: str, index: str | None, more: str, text: str
-) -> None:
-    if text.startswith("(") and text.endswith(")"):
-        variables.put_array(name, expander.entries(text[1:-1]), bool(more))
-        return
-    value = expander.text(text)
-    key = None if index is None else known_part(expander.text(index))
-    if more and variables.is_set(name):
-        value = variables.get(name, key) + value
-    variables.put(name, value, key)
-
-
 def _source(script: ShellScript, words: Sequence[str]) -> bool:
     """Another script, if it exists; otherwise its variables are not known."""
-    there = [folder / known_part(word) for word in words[:1] for folder in script.folders]
-    known = not any(list(unknown_names(word)) for word in words)
-    for path in there:
-        if known and path.is_file():
-            return script.run(read_text(path, ConfigError))
+    if words and not any(list(unknown_names(word)) for word in words):
+        for folder in script.folders:
+            if (path := folder / words[0]).is_file():
+                return script.run_file(path)
     if words:
         script.notes[f"$(source {readable(words[0])})"] = None
     return not script.asking
+
+
+def _change_folder(script: ShellScript, words: Sequence[str]) -> bool:
+    """What `cd` does, as if the folder were there."""
+    values = script.variables
+    plain = [word for word in words if not re.match("-[LPe@]|--|\\+", word)]
+    before, to = values.get("PWD"), plain[0] if plain else values.get("HOME")
+    values.put("PWD", values.get("OLDPWD") if to == "-" else within(before, to))
+    values.put("OLDPWD", before)
+    return True
 
 
 def _exit(script: ShellScript, _: Sequence[str]) -> bool:
@@ -320,8 +353,10 @@ _OWN: Mapping[str, Callable[[ShellScript, Sequence[str]], bool]] = MappingProxyT
         "break": lambda script, words: script.loops.leave(words, goes_on=False),
         "continue": lambda script, words: script.loops.leave(words, goes_on=True),
         **dict.fromkeys(("return", ":", "true"), lambda *_: True),
-        **dict.fromkeys(("false", "read", "getopts", "popd"), lambda *_: False),
-        **dict.fromkeys(("cd", "pushd", "shopt", "trap", "wait", "ulimit"), lambda *_: True),
+        **dict.fromkeys(("cd", "pushd"), _change_folder),
+        "popd": lambda script, _: _change_folder(script, "-"),
+        **dict.fromkeys(("false", "read", "getopts"), lambda *_: False),
+        **dict.fromkeys(("shopt", "trap", "wait", "ulimit"), lambda *_: True),
     }
 )
 
@@ -338,7 +373,7 @@ def _decides(statement: Statement) -> bool:
     """Whether a statement changes variables, or starts a job."""
     match statement:
         case Command(words):
-            own = bool(words) and (words[0] in _DECIDES or bool(_ASSIGNMENT.fullmatch(words[0])))
+            own = bool(words) and (words[0] in _DECIDES or bool(ASSIGNMENT.fullmatch(words[0])))
             return own or any(".py" in word for word in words)
         case Chain(parts):
             return any(_decides(part) for _, part in parts)

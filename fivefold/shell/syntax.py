@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from fivefold.errors import ConfigError
@@ -10,14 +11,22 @@ from fivefold.shell.scan import REDIRECTIONS, Token, tokens
 
 _WITHIN = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
 _NAME = re.compile(r"[\w.:-]+")
+_INTO = tuple(each for each in REDIRECTIONS if ">" in each)
 
 
 @dataclass(frozen=True)
 class Command:
-    """Words as they are written, assignments before them included; and what it is given to read."""
+    """Words as they are written, assignments before them included.
+
+    Attributes:
+        document: what it is given to read.
+        into: where its output or its errors are written, "2" for the errors' stream; "": nowhere
+            else.
+    """
 
     words: tuple[str, ...]
     document: Token | None = None
+    into: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,10 @@ class Function:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Statements in braces, or in parentheses."""
+    """Statements in braces; or in parentheses, `apart`, which change no variable after them."""
 
     body: "Block"
+    apart: bool
 
 
 Statement: TypeAlias = Command | Check | Chain | If | CaseOf | Loop | Function | Grouped
@@ -172,7 +182,9 @@ class _Reader:
         if not words and self._place and self._tokens[self._place - 1].kind != "word":
             raise self.unexpected()
         read = self._tokens[begins : self._place]
-        return Command(tuple(words), next((t for t in read if "document" in t.kind), None))
+        document = next((t for t in read if "document" in t.kind), None)
+        into = (t.text for before, t in pairwise(read) if before.text in _INTO)
+        return Command(tuple(words), document, next(into, ""))
 
     def _redirections(self) -> bool:
         before = self._place
@@ -197,10 +209,11 @@ class _Reader:
         return Function(name, (self._statement(),))
 
     def _group(self) -> Grouped:
-        ends = "}" if self._take().text == "{" else ")"
+        apart = self._take().text == "("
+        ends = ")" if apart else "}"
         body = self.block(ends)
         self._expect(ends)
-        return Grouped(body)
+        return Grouped(body, apart)
 
     def _if(self) -> If:
         branches: list[tuple[Block, Block]] = []

@@ -83,9 +83,11 @@ class Variables:
         found = (
             dict(before) if isinstance(before, dict) else {} if before is None else {"0": before}
         )
-        for key, value in entries:
-            place = 1 + max((int(old) for old in found if old.isdecimal()), default=-1)
-            found[str(place) if key is None else key] = value
+        last = max((int(key) for key in found if key.isdecimal()), default=-1)
+        for given, value in entries:
+            key = str(last + 1) if given is None else given
+            last = max(last, int(key)) if key.isdecimal() else last
+            found[key] = value
         self._values[name] = _in_order(found)
 
     def forget(self, names: Sequence[str]) -> bool:
@@ -108,13 +110,17 @@ class Variables:
             self.arguments[:] = words[words.index("--") + 1 :]
         return True
 
-    def state(self) -> object:
+    def state(self) -> tuple[dict, list, Mapping[str, str]]:
         """What changes if any variable or argument does."""
         entries = {
             name: dict(value) if isinstance(value, dict) else value
             for name, value in self._values.items()
         }
         return entries, [list(words) for words in self._arguments], self._environment
+
+    def put_back(self, state: tuple[dict, list, Mapping[str, str]]) -> None:
+        """Forget all that changed since `state()` told this."""
+        self._values, self._arguments, self._environment = state
 
     def is_set(self, name: str) -> bool:
         """Whether a variable has a value."""

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -308,6 +309,23 @@ def test_a_script_is_read_as_its_command() -> None:
     assert "save = $OUT" in told and "tensorboard_dir = nothing" in told
     with pytest.raises(ConfigError, match=r"knows \$1 \(vocab_size\).*\n.*script-arguments"):
         read_job(SCRIPT)
+
+
+def test_sizes_in_a_file_beside_the_script_are_found_or_the_file_is_named(tmp_path: Path) -> None:
+    sizes = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --max-position-embeddings 128"
+    job = tmp_path / "job.sh"
+    text = """
+    HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" >/dev/null 2>&1 && pwd)"
+    source "$HERE/sizes.sh"
+    torchrun pretrain_gpt.py $SIZES --seq-length 128 --micro-batch-size 2 --global-batch-size 8 \\
+      --train-iters 10 --lr 1e-3 --data-path $HERE/corpus --vocab-size $(echo "4 * 250" | bc)
+    """
+    with pytest.raises(ConfigError, match=rf"num_layers(.|\n)*source {tmp_path}/sizes.sh"):
+        translate(read_job(text, Around(script=job)))
+    (tmp_path / "sizes.sh").write_text(f'SIZES="{sizes}"\n')
+    values = translate(read_job(text, Around(script=job))).values
+    told = {"num_layers": 4, "vocab_size": 1000, "data_path": (f"{tmp_path}/corpus",)}
+    assert {name: values[name] for name in told} == told
 
 
 def test_a_file_of_arguments_is_read_as_its_command() -> None:

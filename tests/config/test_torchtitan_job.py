@@ -367,7 +367,7 @@ def test_a_script_changes_a_file_as_torchtitan_does(tmp_path: Path) -> None:
         f'--job.config_file "$C" {flags}\n',
     ):
         assert is_text_of_torchtitan(script, "job.sh")
-        job = job_of_script(script, Around(folder=tmp_path / "scripts"))
+        job = job_of_script(script, Around(script=tmp_path / "scripts" / "job.sh"))
         assert job.ranks == 16
         assert job.get("training.steps") == 7 and job.get("optimizer.lr") == 1e-3
         assert job.get("compile.enable") is False and job.get("model.converters") == ["a", "b"]

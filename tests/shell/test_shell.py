@@ -1,5 +1,6 @@
 """What a script would run, against bash itself, and what happens where nobody knows a value."""
 
+import re
 import subprocess
 from pathlib import Path
 from random import Random
@@ -30,6 +31,35 @@ EXPANSIONS = (
     *("$((W > 3 ? W << 1 : 0))", "$((-7 / 2))", "$(echo $V x)", "`echo $W`", "$(dirname /a/b/c)"),
     *("$(basename /a/b.sh)", "$(expr 6 \\* 7)", "$#", "$1", "$@", "$((2 ** 3 ** 0 - 1))"),
 )
+_ENTRIES = re.compile(r"\$\{!?A\[[@*]\]")
+TOLD = (
+    *(
+        "$(cd /usr/bin && pwd)",
+        '$(cd "$(dirname /usr/bin/c)" >/dev/null 2>&1 && pwd)/d',
+        "$(cd /usr; cd ../etc; pwd)",
+    ),
+    *(
+        "$(realpath /usr/../etc)",
+        "$(echo $V | tr ' .' 'x,')",
+        "$(echo $V | wc -w)",
+    ),
+    *(
+        "$(echo $(seq 1 3))",
+        "$(if [ $W -gt 5 ]; then echo big; else echo small; fi)",
+        "$(V=3; echo $V)",
+    ),
+    *(
+        "$(basename /a/b.sh .sh)",
+        "$(echo log >&2; echo 3)",
+        "$(false || echo other)",
+        "$(echo $(seq 6 -2 1))",
+    ),
+    *(
+        "$(echo -n a; echo b)",
+        "$(echo $(for I in 1 2; do echo $((I * W)); done))",
+        "$(readlink -f /usr/./share)",
+    ),
+)
 PLAIN = ("x", "-l", "a{1,2}b", "{3..1}", "\\$V", "--k=v", "'s q'", "\"d 'q'\"", "a#b", "~x")
 CONDITIONS = (
     *("[ $W -gt 3 ]", "[ -z $EMPTY ]", '[ "$V" = "a b.c" ]', "[ $W != 7 ]", "[[ $V == a* ]]"),
@@ -44,6 +74,7 @@ def word(draw: Random) -> str:
         lambda: draw.choice(EXPANSIONS),
         lambda: f'"{draw.choice(EXPANSIONS)} {draw.choice(EXPANSIONS)}"',
         lambda: f"p{draw.choice(EXPANSIONS)}",
+        lambda: draw.choice(TOLD),
     )
     return draw.choice(kinds)()
 
@@ -55,10 +86,12 @@ def statement(draw: Random, depth: int) -> str:
         f"V={word(draw)}",
         f"V+={word(draw)}",
         f"A=({words} # of it\n  x)",
-        f"A+=({words})",
+        f'printf -v V "[%s]" "{draw.choice(EXPANSIONS)}"',
+        f"A+=({_ENTRIES.sub('${V', words)})",  # with its own it doubles in every turn of a loop
         f"export EMPTY={draw.choice(EXPANSIONS)}; launch $EMPTY",
         f"A[{draw.randint(0, 4)}]={word(draw)}",
         f"((W += {draw.randint(1, 5)})) && launch $W \\\n  {words}",
+        f"(cd /etc; V={word(draw)}; launch $V)",
         f'C="launch {draw.choice(PLAIN[:3])} $W"; $C; eval $C',
     )
     if depth == 0 or draw.random() < 0.6:
@@ -77,7 +110,7 @@ def statement(draw: Random, depth: int) -> str:
         f"for X in 1 2; do\nfor V in {words}; do\n{test} && {further}\nlaunch $V\ndone\n"
         f"launch $X\n{draw.choice(CONDITIONS)} && {leave}\nlaunch $X again\ndone",
         f"for ((W = 0; W < 3; W++)); do\n{inner[0]}\n((W > 4)) && W=9\ndone",
-        f"f() {{\n{inner[0]}\nlaunch $# $1\n}}\nf {words}",
+        f"f() {{\n{inner[0]}\nlaunch $# $1\n}}\nf {words} last",
         f"cat > /dev/null << END\nlaunch {words}\nEND\n{inner[0]}",
     )
     return draw.choice(compound)
@@ -147,7 +180,7 @@ def test_what_decides_and_is_not_known_is_noted() -> None:
 
 def test_a_script_that_is_sourced_is_read(tmp_path: Path) -> None:
     (tmp_path / "env.sh").write_text("L=12\n")
-    found = ShellScript({}, (), tmp_path, lambda words: words[0] == "launch")
+    found = ShellScript({}, (), tmp_path / "job.sh", lambda words: words[0] == "launch")
     found.run('. ./env.sh\nif [ ! -f x ]; then exit 1; fi\nsrun -N 2 bash -c "launch $L \\$RANK"')
     assert [readable(each) for each in found.commands[-1]][-2:] == ["12", "$RANK"]
 
@@ -166,6 +199,37 @@ def test_what_waits_for_others_is_waited_for_once(waits: str) -> None:
     assert [*filter(lambda words: words[0] == "launch", read(f"{waits}\nlaunch a").commands)] == [
         ["launch", "a"]
     ]
+
+
+def test_a_script_knows_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "env.sh").write_text(
+        'HERE=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &> /dev/null && pwd)\n'
+        "NAME=$(basename $0 .sh)\n"
+    )
+    text = """
+    cd "$(dirname "$(readlink -f "$0")")"
+    ROOT="$( cd "$( dirname "${BASH_SOURCE[0]}" )/.." && pwd )"
+    . parts/env.sh
+    (cd /usr; launch $PWD)
+    launch $HERE $NAME $ROOT $(pwd) $BASH_SOURCE $(hostname) $(echo $(date)/x | tr / -)
+    """
+    path = tmp_path / "job.sh"
+    path.write_text(text)
+    found = ShellScript({"PWD": "/"}, (), path, lambda words: words[0] == "launch")
+    found.run(text)
+    ran = subprocess.run(
+        ["bash", "-c", f"{BEGINS}\n. {path}", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    there = [line[1:-1].split("><") for line in ran.stdout.splitlines()]
+    here = [[readable(word) for word in words[1:]] for words in found.commands]
+    assert here[0] == there[0] == ["/usr"]
+    assert here[1][:5] == there[1][:5]
+    assert here[1][5:] == ["$(hostname)", "$(echo $(date)/x | tr / -)"]
 
 
 def test_a_job_in_a_document_is_found() -> None:

@@ -51,12 +51,17 @@ class Around:
     Attributes:
         environment: variables that are set.
         arguments: what it is called with.
-        folder: where it lies; None: not known.
+        script: its file; None: not known.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[str] = ()
-    folder: Path | None = None
+    script: Path | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the script lies; None: not known."""
+        return None if self.script is None else self.script.parent
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ def script_of(text: str, around: Around, launches: Callable[[Sequence[str]], boo
         ConfigError: bash would not read it.
     """
     environment = _slurm(text) | dict(around.environment)
-    script = ShellScript(environment, around.arguments, around.folder, launches)
+    script = ShellScript(environment, around.arguments, around.script, launches)
     script.run(text)
     return script
 

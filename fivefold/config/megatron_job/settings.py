@@ -64,6 +64,8 @@ def translate(job: MegatronJob, vocabulary: int | None = None) -> Translation:
     others = [flag for flag in job.unknown if flag not in idle]
     lost += [of_relative(flag, known().release) for flag in others]
     lost += job.notes
+    if mistakes.found and job.notes:
+        mistakes.add("what is missing may be in what was not read of the job", *job.notes)
     mistakes.raise_if_any()
     return Translation(TRAINER, values, tuple(lost), harmless, job.ranks)
 
