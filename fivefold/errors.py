@@ -175,14 +175,35 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     >>> did_you_mean("hiden_size", ["hidden_size", "seq_length"])
     ", did you mean 'hidden_size'?"
     """
-    close = _closest(word, frozenset(choices))
-    return f", did you mean {close[0]!r}?" if close else ""
+    close = closest(word, choices)
+    return "" if close is None else f", did you mean {close!r}?"
+
+
+def closest(word: str, choices: Iterable[str], least: float = 0.6) -> str | None:
+    """The choice that is most like a word, as difflib's `get_close_matches` finds it; None: all
+    are less like it than `least`, from 0 (nothing in common) to 1 (the same).
+
+    >>> closest("hiden_size", ["hidden_size", "seq_length"])
+    'hidden_size'
+    """
+    return _closest(word, frozenset(choices), least)
 
 
 @lru_cache(1024)
-def _closest(word: str, choices: frozenset[str]) -> list[str]:
-    """Takes milliseconds, and whoever reads many files asks the same of all."""
-    return difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+def _closest(word: str, choices: frozenset[str], least: float) -> str | None:
+    """Ratios are bounded by those of lengths, in whose order choices come, and of letters; what
+    cannot be more like the word than the best yet is not compared."""
+    lengths = {choice: len(choice) + len(word) for choice in choices}
+    most = {c: 2 * min(len(c), len(word)) / n if n else 1.0 for c, n in lengths.items()}
+    matcher = difflib.SequenceMatcher(b=word)
+    best = (least, "")
+    for choice in sorted(choices, key=most.__getitem__, reverse=True):
+        if most[choice] < best[0]:
+            break
+        matcher.set_seq1(choice)
+        if matcher.quick_ratio() >= best[0]:
+            best = max(best, (matcher.ratio(), choice))
+    return best[1] or None
 
 
 def shown(value: Any) -> str:

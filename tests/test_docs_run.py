@@ -12,14 +12,14 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.programs import Program
+from tests.search.once import once
 from tests.test_docs import DOCS, HEREDOC, LINK, ROOT, Command, _blocks, _commands
 
 pytestmark = pytest.mark.slow
@@ -84,26 +84,13 @@ def prepare(folder: Path) -> None:
             (folder / name).write_text(content, encoding="utf-8")
 
 
-def once(search: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same, run once for each question: pages show a plan as text, as a recipe, as a page."""
-    known: dict[str, Any] = {}
-
-    def found(request: Any) -> Any:
-        key = repr(request)
-        if key not in known:
-            known[key] = search(request)
-        return known[key]
-
-    return found
-
-
 def work(channel: Connection) -> None:
     """In a process of its own: run command lines; send the status of each and all it prints."""
     from fivefold import process
     from fivefold.cli.main import main
     from fivefold.search import branch_and_bound, search
 
-    search.search = once(search.search)
+    search.search = once(search.search)  # a plan is shown as text, as a recipe, as a page
     process.begin()  # as a program does
     output = Path(f".output-{os.getpid()}")
     while True:

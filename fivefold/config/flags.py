@@ -4,7 +4,6 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +11,7 @@ from fivefold.config.data import MOCK
 from fivefold.config.foreign import Foreign, foreign, name_of, without_section
 from fivefold.config.misspelt import MEANT
 from fivefold.config.settings import NONE, Setting, flag_of
-from fivefold.errors import Mistakes, shown
+from fivefold.errors import Mistakes, closest, shown
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -213,9 +212,9 @@ class _Scanner:
         if theirs.flags and not meant:
             theirs = Foreign()  # the name belongs to another command
         if not meant and not theirs.note:
-            close = get_close_matches(name, known, n=1, cutoff=0.6)
-            close = close or [k for k in known if k.startswith(name)][:3]
-            meant = list(map(flag_of, close))
+            close = closest(name, known)
+            begun = [k for k in known if k.startswith(name)][:3]
+            meant = list(map(flag_of, [close] if close else begun))
         suffix = f", did you mean {' or '.join(meant)}?" if meant else ""
         self._mistakes.add(f"unknown flag {spelled}{suffix}", *filter(None, [theirs.note]))
         if not has_value:
@@ -252,8 +251,8 @@ def choice_meant(name: str, found: object, choices: Iterable[str]) -> str:
     plain = found.lower().replace("-", "_")
     meant = MEANT.get(name, {}).get(plain)
     folded = {choice.lower(): choice for choice in choices}
-    if meant is None and (close := get_close_matches(plain, folded, n=1, cutoff=0.6)):
-        meant = folded[close[0]]
+    if meant is None and (close := closest(plain, folded)):
+        meant = folded[close]
     return f", did you mean {meant!r}?" if meant else ""
 
 

@@ -3,13 +3,13 @@
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
 
 from fivefold.config.config import SETTINGS
 from fivefold.config.settings import name_of_flag
+from fivefold.errors import closest
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def foreign(name: str, ours: Iterable[str] = ()) -> Foreign:
         ours: names of our settings; what is nearly one of them is a typing error, not a beginning.
     """
     known = foreign_settings()
-    if name in known or get_close_matches(name, ours, 1, cutoff=0.85):
+    if name in known or closest(name, ours, 0.85):
         return known.get(name, Foreign())
     begins = (start for start in known if start.endswith("_") and name.startswith(start))
     return known.get(max(begins, key=len, default=""), Foreign())

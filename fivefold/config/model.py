@@ -64,14 +64,28 @@ class StateShape(NamedTuple):
         return 2 * self.groups * self.key + self.size
 
 
+class _KeepsHash:
+    """Room for a hash that is no setting, and that no other process gets: texts differ there."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+
 @dataclass(frozen=True)
-class ModelConfig(AttentionSizes):
+class ModelConfig(_KeepsHash, AttentionSizes):
     """The architecture of a decoder-only transformer, and what follows from its settings."""
 
     def __hash__(self) -> int:
-        """Of a few sizes, for speed: a search looks up tens of thousands of things by a model."""
-        sizes = (self.num_layers, self.hidden_size, self.ffn_hidden_size, self.vocab_size)
-        return hash((*sizes, self.num_attention_heads, self.num_experts))
+        """Of every setting, computed once: tens of thousands of things are looked up by models,
+        which often differ in one setting alone."""
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
+            return self._hash
 
     @property
     def norms_before(self) -> bool:

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
+from fivefold.config.model import ModelConfig
 from fivefold.counts.shards import num_expert_shards, num_shards
 from fivefold.description.shape import (
     EMBEDDING,
+    StageParts,
     canonical_name,
     embedding_names,
     is_layer_matrix,
@@ -128,7 +131,8 @@ def tied_ranks(layout: Layout) -> tuple[tuple[int, ...], ...]:
     if not layout.config.model.trains_all:  # the embedding is frozen
         return ()
     last = layout.grid.pp - 1
-    ranks = {layout.split.placement[stage] for stage in _stages_with_embedding(layout)}
+    holding = _stages_with_embedding(layout.config.model, layout.split.stages)
+    ranks = {layout.split.placement[stage] for stage in holding}
     if layout.num_copies == 1:
         sets = [tuple(sorted(ranks))]
     else:
@@ -137,16 +141,16 @@ def tied_ranks(layout: Layout) -> tuple[tuple[int, ...], ...]:
     return tuple(each for each in sets if len(each) > 1)
 
 
-def _stages_with_embedding(layout: Layout) -> list[int]:
-    """The stages that hold the token embedding or a copy of it."""
-    model, names = layout.config.model, set(embedding_names(layout.config.model))
-    stages = enumerate(layout.split.stages)
-    return [stage for stage, spec in stages if names & stage_weights(model, spec).keys()]
+@lru_cache(maxsize=64)
+def _stages_with_embedding(model: ModelConfig, stages: tuple[StageParts, ...]) -> tuple[int, ...]:
+    """The stages that hold the token embedding or a copy of it; each of thousands of ranks asks."""
+    names = set(embedding_names(model))
+    return tuple(n for n, spec in enumerate(stages) if names & stage_weights(model, spec).keys())
 
 
 def _shares_embedding(layout: Layout) -> bool:
     """Whether the embedding has copies whose gradients must be summed."""
-    return len(_stages_with_embedding(layout)) > 1
+    return len(_stages_with_embedding(layout.config.model, layout.split.stages)) > 1
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fivefold.predict.cluster import Cluster
 from fivefold.predict.prediction import Prediction
 from fivefold.predict.step import predict
 from fivefold.published.frameworks.framework import Framework
-from fivefold.published.memory import published_peak
+from fivefold.published.memory import published_fits, published_peak
 from fivefold.published.row import PublishedRow, cluster_of, read_rows
 from fivefold.published.runs import (
     Choice,
@@ -280,7 +280,7 @@ def report(path: Path) -> ScoreReport:
 
 def _predicts_failure(row: PublishedRow, cluster: Cluster) -> bool:
     """Whether none of a row's possible configurations fits the memory."""
-    return not any(published_peak(row, choice, cluster).fits for choice in row_layouts(row))
+    return not any(published_fits(row, choice, cluster) for choice in row_layouts(row))
 
 
 def prepare(

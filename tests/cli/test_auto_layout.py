@@ -60,7 +60,7 @@ def test_what_was_given_is_said_as_it_is_typed(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("llama3-405b", "--nproc", "8"), "works: --nproc 128"),
+        (("llama3-8b", "--nproc", "1"), "| --nproc 2"),
         (("debug", "--nproc", "2", "--memory-budget", "lots"), "must be a size above 0"),
         (("debug", "--nproc", "2", "--cluster", "H1000"), "H100"),
         (("debug", "--nproc", "3", "--tp", "2"), "is legal on 3 GPUs"),

@@ -23,6 +23,7 @@ from fivefold.config.reference import help_text
 from fivefold.config.settings import settings_of
 from fivefold.config.sources import RECIPES, read_config, recipe_names, to_toml
 from fivefold.train.ranks.launch import End
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 TORCH_FREE = """
@@ -32,12 +33,20 @@ status = main(sys.argv[1:])
 assert "torch" not in sys.modules, "torch was loaded"
 sys.exit(status)
 """
+EACH = """
+import sys
+from fivefold.cli.main import main
+for line in sys.argv[1:]:
+    assert main(line.split()) == 0, line
+    print(end="\\f")
+assert "torch" not in sys.modules, "torch was loaded"
+"""
 
 
-def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run(*argv: str, program: str = TORCH_FREE, **env: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.run(
-        [sys.executable, "-c", TORCH_FREE, *argv],
+        [sys.executable, "-c", program, *argv],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -45,16 +54,26 @@ def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("verb", ["train", "verify", "data", "sample", "doctor"])
-def test_help_loads_no_torch_and_fits_the_line(verb: str) -> None:
-    done = run(verb, "--help")
+def printed_by(*lines: str) -> list[str]:
+    """What each of these command lines prints, one after the other in one process."""
+    done = run(*lines, program=EACH)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: fivefold {verb}")
-    assert max(map(len, done.stdout.splitlines())) <= 100
-    settings = verb in ("train", "verify", "data")
-    assert ("Settings that most runs name" in done.stdout) == settings
-    assert run("help", verb).stdout == done.stdout
-    assert len(done.stdout.splitlines()) <= 110
+    assert not done.stderr
+    *printed, rest = done.stdout.split("\f")
+    assert len(printed) == len(lines) and not rest
+    return printed
+
+
+def test_help_loads_no_torch_and_fits_the_line() -> None:
+    verbs = ("train", "verify", "data", "sample", "doctor")
+    printed = printed_by(*(f"{verb} --help" for verb in verbs), *(f"help {verb}" for verb in verbs))
+    assert printed[len(verbs) :] == printed[: len(verbs)]
+    for verb, said in zip(verbs, printed, strict=False):
+        assert said.startswith(f"usage: fivefold {verb}")
+        assert max(map(len, said.splitlines())) <= 100
+        settings = verb in ("train", "verify", "data")
+        assert ("Settings that most runs name" in said) == settings
+        assert len(said.splitlines()) <= 110
 
 
 def test_help_of_all_lists_every_setting() -> None:
@@ -218,14 +237,12 @@ def world_of(recipe: str) -> int:
     return int(match[1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_recipes_preview_without_torch(recipe: str) -> None:
-    done = run("train", recipe, "--nproc", str(world_of(recipe)), "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    assert re.search(rf"^world +{world_of(recipe)} ", done.stdout, re.MULTILINE)
-    assert max(map(len, done.stdout.splitlines())) <= 160
+def test_recipes_preview_without_torch() -> None:
+    worlds = {recipe: world_of(recipe) for recipe in recipe_names()}
+    lines = (f"train {recipe} --nproc {world} --dry-run" for recipe, world in worlds.items())
+    for (recipe, world), said in zip(worlds.items(), printed_by(*lines), strict=True):
+        assert re.search(rf"^world +{world} ", said, re.MULTILINE), recipe
+        assert max(map(len, said.splitlines())) <= 160, recipe
 
 
 def test_the_published_layout_of_llama3_405b() -> None:
@@ -334,9 +351,7 @@ def test_data_counts_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 def test_doctor_examines_this_machine() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fivefold", "doctor"], capture_output=True, text=True, cwd=ROOT
-    )
+    done = programs.run(["doctor"], cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     measured = ("two processes started", "fp32 matmul", "AdamW")
     for word in ("Python", "torch", "cores", *measured, "flash_cpu"):

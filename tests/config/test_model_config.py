@@ -1,3 +1,4 @@
+import pickle
 from dataclasses import fields, replace
 from typing import Any
 
@@ -373,6 +374,21 @@ def test_key_value_heads_of_latents_are_one_mistake_at_most(groups: int) -> None
 def test_hub_names_and_presets_name_the_same() -> None:
     assert resolve_model("meta-llama/Llama-3.1-8B") == PRESETS["llama3-8b"]
     assert set(HUB_NAMES.values()) <= set(PRESETS)
+
+
+def test_models_that_differ_in_one_setting_are_told_apart_without_comparing_them() -> None:
+    """What is looked up by models would else be compared with all that is kept of others."""
+    model = PRESETS["llama3-8b"]
+    changed = [replace(model, **{field.name: 7.25}) for field in fields(model)]
+    assert len({hash(each) for each in (model, *changed)}) == 1 + len(changed) > 100
+
+
+def test_the_hash_of_a_model_is_no_part_of_it() -> None:
+    model = replace(PRESETS["debug-llama"])
+    plain = pickle.dumps(model)
+    assert hash(model) == hash(PRESETS["debug-llama"])
+    assert pickle.dumps(model) == plain and pickle.loads(plain) == model
+    assert vars(model).keys() == {field.name for field in fields(model)}
 
 
 def test_unknown_name_suggests_a_near_one() -> None:

@@ -28,7 +28,7 @@ from fivefold.train.folder.convert import to_hub, to_run
 from tests.config.oracle import LENGTH, InFp64, oracle_logits
 from tests.convert.test_adapter import JOINT, adapted_alone
 from tests.convert.test_huggingface import KINDS as ALL_KINDS
-from tests.convert.test_huggingface import LAYOUTS, SHORT, written
+from tests.convert.test_huggingface import LAYOUTS, SHORT, TABLES, written
 from tests.model.models import batch_of
 from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
@@ -76,7 +76,7 @@ def ours(folder: Path) -> tuple[ModelConfig, Stage, dict[str, Stored]]:
     return model, stage, adapter_places(model, places_in(hub, model.base))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", chosen(KINDS, *(kind for kind in TABLES if kind in KINDS)))
 def test_logits_and_gradients_are_those_of_peft(kind: str, tmp_path: Path) -> None:
     magnitudes = kind in KINDS[1::2]
     theirs = saved(kind, tmp_path, use_rslora=kind in KINDS[::3], use_dora=magnitudes).eval()

@@ -35,7 +35,7 @@ def in_pieces(path, text, size, whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(text=texts, size=st.integers(1, 60))
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(path, name, text, size):
     tokenizer = tokenizer_of(name)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.published.memory import published_peak
+from fivefold.published.memory import published_fits, published_peak
 from fivefold.published.row import COLUMNS, PublishedRow, cluster_of, read_rows
 from fivefold.published.runs import measured_bytes, row_layouts
 from fivefold.published.score import report
@@ -69,6 +69,10 @@ def test_a_table_says_which_of_them_were_predicted(tmp_path: Path) -> None:
         "line 2, nanotron v0.5 sweep: 8.86B on 16 H100 tp2 pp1 mbs2 was predicted to fit" in table
     )
     assert '"predicted": true' in report(path).as_json()
+    for row in read_rows(path):
+        for choice in row_layouts(row):
+            fits = published_peak(row, choice, cluster_of(row)).fits
+            assert published_fits(row, choice, cluster_of(row)) == fits
 
 
 def test_no_run_of_megatron_that_ran_is_predicted_to_fail() -> None:

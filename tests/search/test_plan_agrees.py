@@ -22,6 +22,7 @@ from fivefold.search import branch_and_bound, search
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import FIXABLE, Request
 from fivefold.units import human_bytes, human_seconds
+from tests.search.once import searching_once
 from tests.search.test_any_question import asked, line_of
 
 pytestmark = pytest.mark.slow
@@ -54,6 +55,12 @@ def _little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "WORK", 40_000)
     monkeypatch.setattr(branch_and_bound, "TO_IMPROVE", 20_000)
     monkeypatch.setattr(branch_and_bound, "TO_TRADE", 4_000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _searched_once() -> Iterator[None]:
+    with searching_once():
+        yield
 
 
 @cache

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from fivefold.cli.main import main
 from fivefold.tell import columns
 from fivefold.tell.answer import next_commands
+from tests.search.once import searching_once
 from tests.search.test_search import result_of
 
 QUESTIONS = (
@@ -22,6 +24,12 @@ QUESTIONS = (
     "gpt2 --cluster GB200 --gpus 8 --gbs 64 --rules --top 2 --train_tokens 1T",
 )
 SETTINGS = ("tp=2", "pp=2 dp_shard=1", "micro_batch_size=2", "tp=4 cp=2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _searched_once() -> Iterator[None]:
+    with searching_once():
+        yield
 
 
 def _said(line: str, capsys: pytest.CaptureFixture[str]) -> str:

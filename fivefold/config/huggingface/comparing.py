@@ -1,6 +1,7 @@
 """Compares two models in everything that their weights depend on."""
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from fivefold.config.by_layer import IN_BF16, OF_ITS_LOSS, OF_WINDOWS
@@ -34,10 +35,12 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     return [f"{n}: {words(one.get(n))}, there {words(two.get(n))}" for n, words in changed.items()]
 
 
-def _told(model: ModelConfig) -> dict[str, Any]:
-    """The fields that weights depend on, as far as they have an effect."""
+@lru_cache(maxsize=256)
+def _told(model: ModelConfig) -> Mapping[str, Any]:
+    """The fields that weights depend on, as far as they have an effect; a model is compared with
+    those of all families."""
     layers = range(model.num_layers)
-    told = asdict(model.spelt_out())
+    told = dict(vars(model.spelt_out()))
     told["softmax_scale"] = softmax_scale(model)
     told["latent_norm_epsilon"] = model.latent_epsilon
     told["rotary_base_local"] = _local_base(model)
@@ -49,13 +52,13 @@ def _told(model: ModelConfig) -> dict[str, Any]:
     told["hybrid_override_pattern"] = model.hybrid_override_pattern
     told["mtp_num_layers"] = model.prediction_sets
     told["moe_layer_freq"] = tuple(map(model.is_moe, layers))
-    unused = [*_OURS, "window_attn_skip_freq", "mtp_use_repeated_layer"]
+    unused = {*_OURS, "window_attn_skip_freq", "mtp_use_repeated_layer"}
     config = Config(model)
-    unused += [name for of in DEPENDENTS if not of.alive(config) for name in of.names]
+    unused.update(name for of in DEPENDENTS if not of.alive(config) for name in of.names)
     if not model.has_dense_layers:
-        unused.append("ffn_hidden_size")
+        unused.add("ffn_hidden_size")
     if model.position_embedding_type != "learned_absolute":  # positions are computed, however many
-        unused.append("max_position_embeddings")
+        unused.add("max_position_embeddings")
     return {name: value for name, value in told.items() if name not in unused}
 
 

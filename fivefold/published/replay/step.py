@@ -5,7 +5,7 @@ memory that activations have freed. So two steps are run.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -89,6 +89,15 @@ class Replay(ABC):
 
     def run(self) -> Allocator:
         """Run two steps on the allocator, and return it."""
+        for _ in self._acts():
+            pass
+        return self.memory
+
+    def fits(self) -> bool:
+        """Whether the device has enough for two steps, which are run no further than it has."""
+        return not any(self.memory.overflowed for _ in self._acts())
+
+    def _acts(self) -> Iterator[None]:
         self.build()
         program = self.layout.order(self.num_microbatches).program()
         for step in range(_STEPS):
@@ -97,9 +106,10 @@ class Replay(ABC):
                     self.forward(act.stage, act.mb)
                 elif act.kind is Kind.BW:
                     self.backward(act.stage, act.mb)
+                yield
             self.tape.catch_up()
             self.update(is_first=step == 0)
-        return self.memory
+            yield
 
     def forward(self, stage: int, mb: int) -> None:
         """Run the forward of a stage for a microbatch."""
