@@ -110,8 +110,8 @@ def _terms(
 
 
 def _squares(tensors: list[Tensor]) -> list[Tensor]:
-    """The sum of squares of each tensor, [1] fp64: a GPU reads them once, a CPU copies them in fp64,
-    a piece after the other."""
+    """The sum of squares of each tensor, [1] fp64: a GPU reads each once, a CPU copies one piece
+    after the other in fp64."""
     whole = uses_gpu_kernels(tensors[0])
     pieces = [(t,) if whole else t.reshape(-1).split(_PIECE) for t in tensors]
     norms = torch._foreach_norm(list(chain(*pieces)), 2, dtype=torch.float64)
