@@ -20,7 +20,7 @@ from fivefold.predict.data_parallel.update import faster_on_device
 from fivefold.predict.times.context import legal_ways
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import Request
-from fivefold.search.search import SearchResult, search, smallest_layouts
+from fivefold.search.search import SearchResult, has_plan, search, smallest_layouts
 from fivefold.search.space import FIELDS
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import shortfall
@@ -202,10 +202,9 @@ def _works(request: Request, rules: Iterable[Mistake], *, legal: bool) -> Iterat
 
 
 def _has_plan(request: Request, change: Change) -> bool:
-    """Whether the search would find a layout, that is whether one of the smallest, which it always
-    tries, fits."""
+    """Whether some layout is legal and fits once this is changed."""
     try:
-        return any(c.memory.fits for c in smallest_layouts(request.but(**change)))
+        return has_plan(request.but(**change))
     except ConfigError:
         return False
 
