@@ -283,13 +283,22 @@ def smallest_of(space: Space, ranks: Ranks, cluster: Cluster) -> list[Candidate]
 def has_plan(request: Request) -> bool:
     """Whether the search would find a layout, that is whether one of `smallest_layouts`, which it
     always tries, fits."""
+    return any(each.memory.fits for each in _that_may_fit(request))
+
+
+def fitting_layouts(request: Request) -> list[Candidate]:
+    """Those of `smallest_layouts` that fit."""
+    found = [each for each in _that_may_fit(request) if each.memory.fits]
+    return sorted(found, key=lambda candidate: candidate.memory.shortage)[:SMALLEST]
+
+
+def _that_may_fit(request: Request) -> Iterator[Candidate]:
+    """The layouts with the lowest bounds on memory; none if no layout's bound fits."""
     space = legal_space(request)
-    if not len(space):
-        return False
-    ranks = Ranks.of(request.config.model, space.partitions)
-    if memory_bound(space, ranks).min() > request.cluster.room:
-        return False
-    return any(each.memory.fits for each in _least_bounds(space, ranks, request.cluster))
+    if len(space):
+        ranks = Ranks.of(request.config.model, space.partitions)
+        if memory_bound(space, ranks).min() <= request.cluster.room:
+            yield from _least_bounds(space, ranks, request.cluster)
 
 
 def _least_bounds(space: Space, ranks: Ranks, cluster: Cluster) -> Iterator[Candidate]:
