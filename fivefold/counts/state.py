@@ -98,7 +98,7 @@ def model_state(
         for block in stage_blocks(layout, stage, trained=True, whole_embedding=table):
             trained += block.count * block.size
             own += block.count * at.held(block)
-            waiting += block.count * at.held(partial_sums(layout, block))
+            waiting += block.count * at.held(with_replicas(layout, block))
             beyond += block.count * _beyond_of_block(places, block, policy)
         for block in stage_blocks(layout, stage, whole_embedding=table):
             whole += block.count * block.size
@@ -112,10 +112,10 @@ def model_state(
     leaves = units_on_host(layout, pp_rank).values() if policy.offloaded else ()
     away = optimizer if policy.offloaded == 1 else sum(map(at.held, leaves))
     here, off = optimizer - away, _off_device(at, leaves, policy, away)
-    weights, visiting = _away(layout, pp_rank, policy)
-    rooms = WEIGHT_ROOMS * visiting if policy.away_on_disk else weights
+    weights, largest = _away(layout, pp_rank, policy)
+    rooms = WEIGHT_ROOMS * largest if policy.away_on_disk else weights
     if policy.offloaded < 1:
-        waiting = sum(at.held(partial_sums(layout, block)) for block in leaves)
+        waiting = sum(at.held(with_replicas(layout, block)) for block in leaves)
     gradients = (here + waiting if policy.splits_gradient else trained) * policy.gradient
     if policy.placeholder:
         gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
@@ -125,7 +125,7 @@ def model_state(
         copies=0 if policy.splits_copy else copies,
         gradients=gradients,
         optimizer=here * policy.moments + beyond - off.beyond,
-        gathered=gathered + kept + visiting if policy.splits_copy else 0,
+        gathered=gathered + kept if policy.splits_copy else 0,
         host=away * policy.gradient + (off.rooms if policy.on_disk else off.kept) + rooms,
         disk=(off.kept if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
         updated=optimizer,
@@ -135,7 +135,8 @@ def model_state(
 
 
 def gathered_bytes(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
-    """Bytes of the gathered copies that exist at once while a stage computes.
+    """Bytes of the gathered copies that exist at once while a stage computes, and of a shard that
+    visits the device for that.
 
     What is gathered beside a layer are other layers, without experts that are gathered apart.
     """
@@ -143,16 +144,36 @@ def gathered_bytes(layout: Layout, stage: StageParts, policy: StatePolicy) -> fl
     largest = max((block.copied(policy) for block in layers), default=0.0)
     others = max((block.parts(policy)[1].copied(policy) for block in layers), default=0.0)
     beside = min(policy.in_flight, sum(block.count for block in layers)) - 1
-    return ends.copied(policy) + largest + max(beside, 0) * others
+    visiting = visiting_bytes(layout, stage, policy)
+    return ends.copied(policy) + largest + max(beside, 0) * others + visiting
+
+
+def visiting_bytes(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
+    """Bytes of the largest shard that visits the device while a stage gathers a block of it."""
+    if not policy.away:
+        return 0.0
+    blocks = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
+    parts = (part for block in blocks for part in block.parts(policy))
+    return policy.compute * max(map(ShardPlace.first(layout).held, parts), default=0)
 
 
 def stage_gradients(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
-    """Bytes of a stage's gradients on the first of the ranks that share them."""
+    """Bytes of a stage's gradients that each step makes anew, and keeps on the device, on the first
+    of the ranks that share them."""
     whole = policy.whole_embedding
     blocks = stage_blocks(layout, stage, trained=True, whole_embedding=whole)
-    first, splits = ShardPlace.first(layout), policy.splits_gradient
-    sizes = (block.count * (first.held(block) if splits else block.size) for block in blocks)
-    return policy.gradient * sum(sizes)
+    if policy.splits_gradient:
+        return sum(block.count * kept_reduced(layout, block, policy) for block in blocks)
+    return policy.remade * policy.gradient * sum(block.count * block.size for block in blocks)
+
+
+def kept_reduced(layout: Layout, block: GatheredBlock, policy: StatePolicy) -> float:
+    """Bytes of a block's gradients that were made anew, on the device after their reduction."""
+    if policy.offloaded == 1:
+        block = with_replicas(layout, block)
+    elif not policy.remade:
+        return 0.0
+    return policy.gradient * ShardPlace.first(layout).held(block)
 
 
 def stage_narrow(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
@@ -259,14 +280,15 @@ def _moment_scales(shape: tuple[int, ...], size: int) -> int:
     return size // shape[-1] * -(-shape[-1] // BLOCK) if len(shape) > 1 else 0
 
 
-def partial_sums(layout: Layout, block: GatheredBlock) -> GatheredBlock:
-    """Elements of a block whose gradients are summed over microbatches on the device while they
-    wait for those of replicas."""
-    grid, several = layout.grid, layout.num_microbatches > 1
+def with_replicas(layout: Layout, block: GatheredBlock) -> GatheredBlock:
+    """Parameters of a block of which other ranks reduce the same shard. Their gradients do not
+    leave for the host at once: on the device they are summed over microbatches until replicas add
+    theirs, and FSDP2 keeps what these have added until the step's backwards are over."""
+    grid = layout.grid
     return replace(
         block,
-        dense=block.dense if several and grid.dp_replicate > 1 else (),
-        experts=block.experts if several and grid.edp > num_expert_shards(layout) else (),
+        dense=block.dense if grid.dp_replicate > 1 else (),
+        experts=block.experts if grid.edp > num_expert_shards(layout) else (),
     )
 
 

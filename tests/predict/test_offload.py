@@ -21,6 +21,7 @@ from fivefold.predict.data_parallel.update import (
     leaving_seconds,
     offload_seconds,
 )
+from fivefold.predict.memory.liveness import WARM_UP
 from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.step import predict
 from fivefold.search.request import request
@@ -201,8 +202,11 @@ def test_weights_off_the_device_are_counted_where_they_lie_and_come_for_each_gat
     )
     shard = kept.worst.parts["weights"]
     assert "weights" not in away.worst.parts and away.host == kept.host + shard
-    visiting = away.worst.parts["gathered weights"] - kept.worst.parts["gathered weights"]
-    assert visiting == 2 * (2 * 128256 * 4096 + 4096) / 8  # both ends, the largest block
+    visiting = 2 * (2 * 128256 * 4096 + 4096) / 8  # both ends, the largest block
+    forwards = [memory.worst.phases[WARM_UP] for memory in (kept, away)]
+    assert forwards[1] == forwards[0] - shard + visiting  # they peak where ends are gathered
+    gathered = [memory.worst.parts["gathered weights"] for memory in (kept, away)]
+    assert gathered[0] == gathered[1]  # in a backward the shard is gone when memory peaks
     assert there.host == kept.host + 2 * visiting and there.disk == shard
     for microbatches in (1, 3):
         before, after = (

@@ -261,8 +261,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "data_parallel_sharding_strategy": "optim",
         },
     ),
-    # Of replicas, all gradients of an MLP were counted where they had been added up one by one; and
-    # where one microbatch is all, the first layer's states meet the gradients of all others.
+    # Of replicas, all gradients of an MLP were counted where they had been added up one by one.
     "gradients behind states": (
         "qwen3.5-27b",
         {
@@ -270,6 +269,105 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "seq_length": 512,
             "global_batch_size": 2,
             "recompute_granularity": "full",
+        },
+    ),
+    # Where one microbatch is all, the first layer's states meet shards of all others' gradients.
+    "first states": (
+        "qwen3.5-27b",
+        {
+            "num_layers": 3,
+            "linear_attention_freq": "[1,0,1]",
+            "seq_length": 1024,
+            "global_batch_size": 2,
+            "data_parallel_sharding_strategy": "optim",
+            "recompute_granularity": "full",
+        },
+    ),
+    # What goes to the host was counted beside the next layer, and sums there came back in a first
+    # backward, when there are none.
+    "gradients that leave": (
+        "llama3-8b",
+        {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True},
+    ),
+    # A layer's gradients are all there while the message of the layer behind it is not yet free.
+    "gradients beside a message": (
+        "llama3-8b",
+        {
+            "num_layers": 4,
+            "global_batch_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads",
+        },
+    ),
+    # Gradients that replicas have added stay on the device until the backwards are over.
+    "sums of experts in one microbatch": (
+        "mixtral-8x7b",
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_tensor_parallel_size": 1,
+            "global_batch_size": 1,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "optimizer_cpu_offload": True,
+        },
+    ),
+    # The shard that visits the device for a gather was counted in all of a step.
+    "weights on the host": (
+        "llama3-8b",
+        {
+            "num_layers": 4,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "optimizer_cpu_offload": True,
+            "param_cpu_offload": True,
+        },
+    ),
+    # Of the gradients of an MLP's last tile only the first two were counted beside their sums, and
+    # none where products add to a sum; nor was what a whole sum is narrowed into.
+    "sums of tiles": (
+        "llama3-8b",
+        {
+            "seq_length": 1024,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "optimizer_cpu_offload": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mlp",),
+            "tiled_mlp_num_shards": 4,
+        },
+    ),
+    # Only the last layer's tiles were counted, and only some layers have a dense MLP.
+    "tiles before experts": (
+        "deepseek-v2-lite",
+        {
+            "num_experts": 8,
+            "moe_layer_freq": "[0,1]",
+            "seq_length": 512,
+            "expert_model_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads",
+            "optimizer_cpu_offload": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mlp",),
+            "tiled_mlp_num_shards": 4,
+        },
+    ),
+    # A block's last gradient, summed over microbatches, stays until FSDP2 has reduced the block.
+    "narrow messages of sums": (
+        "mixtral-8x7b",
+        {
+            "num_experts": 4,
+            "data_parallel_sharding_strategy": "optim",
+            "grad_reduce_in_bf16": True,
+            "optimizer_cpu_offload": True,
+        },
+    ),
+    # A narrow message was counted beside the host's sum, which comes back when it is gone.
+    "narrow messages, sums on the host": (
+        "llama3-8b",
+        {
+            "vocab_size": 65536,
+            "global_batch_size": 6,
+            "data_parallel_sharding_strategy": "optim_grads",
+            "grad_reduce_in_bf16": True,
+            "offload_optimizer_states": True,
         },
     ),
     # A layer's states run again beside the message of the gradients of its own experts.
@@ -305,6 +403,10 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 RARE = (
     "sums of experts",
+    "sums of experts in one microbatch",
+    "weights on the host",
+    "tiles before experts",
+    "narrow messages, sums on the host",
     "gathers in 8 bits, optimizer on the host",
     "8 bits, sums split, optimizer on the host",
 )

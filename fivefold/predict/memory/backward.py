@@ -160,6 +160,9 @@ class _Walk:
         for place, inside in route.other_mixers:
             change = _behind(route, passage, place, inside, sum(p.size for p in route.parts[place]))
             yield self._ended(inside, change, inside.resharded, place)
+        for place, inside in route.other_tiles:
+            change = _behind(route, passage, place, inside, 0.0)
+            yield self._ended(inside, change, inside.resharded, place)
         if last:
             inside, size = route.first_layer
             fresh = self._new.waiting + size * self._new.fresh
@@ -180,7 +183,7 @@ class _Walk:
                 change = after._replace(gradients=gradients)
                 gathered = route.copies_at(last - 1).but("ends", "experts", "rest", "beside")
                 yield self._ended(beside, change, gathered, last - 1)
-        if passage.reduces or passage.first:
+        if passage.reduces or passage.anew:
             for place in route.largest - {last}:
                 yield from self._end_of(place, point)
 
@@ -242,10 +245,11 @@ class _Walk:
         """
         passage, copies = self.passage, self.route.copies_at(place)
         gathered += copies.beside
-        if passage.reduces and done and copies.most:
+        if passage.reduces and done:
             change = passage.after(done[-1], *done)
             change = change._replace(gradients=change.gradients + block.size * passage.fresh)
-            yield self._ended(point, change, gathered + block.copied(passage.policy), place)
+            own = block.copied(passage.policy) if copies.most else 0.0
+            yield self._ended(point, change, gathered + own, place)
         yield self._ended(point, passage.end_of(block, *done), gathered, place)
 
     def _ends(self) -> Iterator[ActPoint]:
@@ -319,7 +323,7 @@ def _behind(
     change = passage.after(done[-1], *done) if done else Change(0.0, 0.0, 0.0)
     policy, fresh, made = route.policy, 0.0, change.made
     if not policy.splits_optimizer:
-        made += own * policy.gradient * (policy.remade and passage.first)
+        made += own * policy.gradient * passage.anew
     elif not policy.placeholder:
         fresh = own * passage.fresh
     return change._replace(gradients=point.gradients + change.gradients + fresh, made=made)

@@ -14,7 +14,7 @@ from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
 from fivefold.counts.policy import StatePolicy
 from fivefold.counts.shards import ShardPlace, num_expert_shards, num_shards
-from fivefold.counts.state import gathered_bytes, partial_sums
+from fivefold.counts.state import gathered_bytes, kept_reduced, visiting_bytes, with_replicas
 from fivefold.description.shape import StageParts, all_layers
 from fivefold.layout import Layout
 
@@ -53,6 +53,11 @@ class Passage:
         return ShardPlace.first(self.layout)
 
     @property
+    def anew(self) -> bool:
+        """Whether it makes the first gradients of a stage whose gradients each step makes anew."""
+        return self.first and self.policy.remade
+
+    @property
     def fresh(self) -> float:
         """Bytes of a new gradient of a linear layer, and of the wider one that a rank alone keeps;
         0 if it is made in the sum, or added to it."""
@@ -61,7 +66,7 @@ class Passage:
         adds = adds and layout.owns_linears and layout.fuses_accumulation
         if adds or policy.in_place:
             return 0.0
-        widens = self.first and policy.remade and not policy.copy
+        widens = self.anew and not policy.copy
         widened = policy.gradient * (policy.gradient != policy.fresh) if widens else policy.widened
         return policy.fresh + (widened if widens or not self.deferred else 0.0)
 
@@ -87,27 +92,28 @@ class Passage:
         made, resharded = self._made(done), self._resharded(done)
         if not self.reduces:
             new = size * self.fresh
-            if self.first:  # FSDP2 converts them one by one
+            if self.anew:  # FSDP2 converts them one by one
                 new = block.converted(policy.fresh, policy.gradient)
             return Change(new, made, resharded)
         shard = self._first.held(block)
-        wide = policy.gradient * (shard + self._divided(block)) + self._narrowed(size, shard)
+        back = policy.gradient * self._first.largest(block) * self._comes_back(block)
+        # One after the other.
+        passing = max(policy.gradient * self._divided(block), self._narrowed(size, shard), back)
+        wide = policy.gradient * shard + passing
+        if shard < block.size:  # a loop variable in FSDP2's reduction keeps the last one alive
+            wide += (policy.fresh if policy.splits_gradient else policy.gradient) * block.last
         if policy.splits_gradient:
-            if shard < block.size:  # a loop variable in FSDP2's reduction keeps the last one alive
-                wide += policy.fresh * block.last
-            if self._comes_back(block):
-                wide += policy.gradient * self._first.largest(block)
             sent = size * self._message + max(size * policy.fresh, wide)
         else:  # what has been copied into the message is free
             sent = size * self._message + max(wide - size * policy.gradient, 0.0)
-            made += size * policy.gradient * (self.first and not policy.splits_optimizer)
+            made += size * policy.gradient * (self.anew and not policy.splits_optimizer)
         reduced = Change(sent, made, self._resharded((*done, block)))
         return max(Change(size * self.fresh, made, resharded), reduced, key=sum)
 
     def _comes_back(self, block: GatheredBlock) -> bool:
         """Whether the host's sum of a block's gradients is copied back to be added to."""
-        sums = not self.first and not partial_sums(self.layout, block).size
-        return sums and self.policy.offloaded > 0
+        again = self.policy.splits_gradient and not self.first
+        return again and self.policy.offloaded > 0 and not with_replicas(self.layout, block).size
 
     def _divided(self, block: GatheredBlock) -> int:
         """Number of gradients of a block that FSDP2 divides by one into a copy, in groups of one
@@ -134,22 +140,24 @@ class Passage:
     def after(self, sent: GatheredBlock, *done: GatheredBlock) -> Change:
         """The change while a backward computes after blocks are `done`, the last reduction being
         that of `sent`."""
-        policy, message = self.policy, 0.0
-        if self.reduces:
-            message = sent.size * self._message
-            if policy.splits_gradient and policy.offloaded and num_shards(self.layout) > 1:
-                message += policy.gradient * self._first.held(sent)  # the copy for the host
+        message = sent.size * self._message if self.reduces else 0.0
         return Change(message, self._made(done), self._resharded(done))
 
     def _made(self, done: tuple[GatheredBlock, ...]) -> float:
         """Bytes of gradients that the backward has added; negative if there are fewer."""
         policy = self.policy
-        if not policy.remade or (policy.splits_gradient and not self.first):
+        if policy.splits_gradient:
+            return self._reduced(done) if self.first else 0.0
+        if not policy.remade:
             return 0.0
         whole = now = policy.gradient * sum(block.count * block.size for block in done)
         if self.reduces and policy.splits_optimizer:
-            now = policy.gradient * sum(block.count * self._first.held(block) for block in done)
+            now = self._reduced(done)
         return now if self.first else now - whole
+
+    def _reduced(self, done: tuple[GatheredBlock, ...]) -> float:
+        """Bytes of those of them that have been reduced."""
+        return sum(block.count * kept_reduced(self.layout, block, self.policy) for block in done)
 
     def _resharded(self, done: tuple[GatheredBlock, ...]) -> float:
         """Bytes (negative) of permanent copies of weights that the step no longer needs."""
@@ -168,6 +176,7 @@ class Copies:
         beside: bytes of what is gathered beside it: the layer before, without separate experts.
         message: bytes of the message of what is gathered last in a layer, which is copied; 0
             where a rank gathers from itself. In a forward it stays until the next one.
+        visiting: bytes of a shard that is on the device only while a block is gathered.
         most: most that are gathered at once; 0 if the blocks do not come and go.
         unpacked: bytes of the layers' largest block while it is unpacked from a narrower message,
             with its copy.
@@ -179,6 +188,7 @@ class Copies:
     rest: float = 0.0
     beside: float = 0.0
     message: float = 0.0
+    visiting: float = 0.0
     most: float = 0.0
     unpacked: float = 0.0
     ends_unpacked: float = 0.0
@@ -209,9 +219,17 @@ class Copies:
         message = rest if several else 0.0
         if experts:
             message = experts if num_expert_shards(layout) > 1 else 0.0
-        most = gathered_bytes(layout, stage, policy)
-        copied = ends.copied(policy)
-        return cls(copied, experts, rest, before, message, most, unpacked, ends_unpacked)
+        return cls(
+            ends=ends.copied(policy),
+            experts=experts,
+            rest=rest,
+            beside=before,
+            message=message,
+            visiting=visiting_bytes(layout, stage, policy),
+            most=gathered_bytes(layout, stage, policy),
+            unpacked=unpacked,
+            ends_unpacked=ends_unpacked,
+        )
 
     def but(self, *names: str) -> float:
         """Bytes (negative) by which the gathered weights are below `most` when only these exist."""

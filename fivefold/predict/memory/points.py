@@ -52,16 +52,20 @@ class ActPoint(NamedTuple):
 
 def gathers(copies: Copies, start: ActPoint) -> Iterator[ActPoint]:
     """Points right after the ends of a stage and its last layer were gathered, with their messages,
-    and where a message is unpacked, which needs more.
+    and where a message is unpacked, which needs more; and while a shard that visits the device is
+    gathered beside the last layer.
 
     `start`: what there is before.
     """
     ends = start._replace(where="the gather of the ends")
-    yield ends._replace(resharded=copies.but("ends", "ends"))
+    yield ends._replace(resharded=copies.but("ends", "ends", "visiting"))
     if copies.ends_unpacked:
         yield ends._replace(working=copies.ends_unpacked, resharded=copies.but())
     where, layer = "the gather of the last layer", ("rest", "experts", "message")
-    yield start._replace(where=where, resharded=copies.but("ends", *layer))
+    yield start._replace(where=where, resharded=copies.but("ends", *layer, "visiting"))
+    if copies.visiting and copies.beside:
+        held = copies.but("ends", "rest", "experts", "beside", "visiting")
+        yield start._replace(where="the gather beside the last layer", resharded=held)
     if copies.unpacked:
         held = copies.but("ends", *(("rest",) if copies.experts else ()))
         yield start._replace(where=where, working=copies.unpacked, resharded=held)

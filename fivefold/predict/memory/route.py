@@ -16,7 +16,7 @@ from fivefold.predict.memory.sizes import (
     first_linear,
     last_linears,
     remade_at_once,
-    tiled_sums,
+    tiled_weights,
     trained_by,
 )
 from fivefold.predict.memory.stage_sizes import StageSizes
@@ -72,7 +72,11 @@ class Route(StageSizes):
         at, inside = next((n, op) for n, op in enumerate(after) if isinstance(op, _INSIDE))
         share = share_at_once(running, inputs.rerun_by)
         working = self.tokens * inputs.working(running) * share
-        working += tiled_sums(self.layout, layer, running)
+        tiled = self._tiled(place)
+        sums = max(running.element_bytes, 4) * sum(tiled)
+        if tiled:  # gradients of a tile are added when all are made, and a whole sum is narrowed
+            of_tile = running.element_bytes * sum(tiled)
+            working = sums + of_tile + max(working, running.element_bytes * tiled[-1])
         start = self._start(place)._replace(
             working=working,
             remade=self._remade(place),
@@ -81,7 +85,7 @@ class Route(StageSizes):
         around = running.element_bytes * inputs.inputs / running.token_parts
         inner = start._replace(
             where="the activation of the last layer" if layer.kind.mlp else "the last mixer",
-            working=self.tokens * (around + inside.working(running) * share),
+            working=sums + self.tokens * (around + inside.working(running) * share),
         )
         return self._without(start, place, after), self._without(inner, place, after[at + 1 :])
 
@@ -106,6 +110,20 @@ class Route(StageSizes):
             if kind.mixer is not None
         )
 
+    def _tiled(self, place: int) -> list[int]:
+        return tiled_weights(self.layout, self.described(place), self.running_of(place))
+
+    @cached_property
+    def other_tiles(self) -> tuple[tuple[int, ActPoint], ...]:
+        """Where the last layer's MLP does not run in tiles: the place of the last layer of which
+        one does, and the former point in it."""
+        every = range(len(self.numbers) - 1, -1, -1)
+        tiled = [n for n in every if self._tiled(n)][:1]
+        where = "the last layer with tiles"
+        return tuple(
+            (n, self._behind(n, self._in_layer(n)[0], where)) for n in tiled if n < every[0]
+        )
+
     @property
     def reruns_experts(self) -> bool:
         """Whether a backward runs the last layer's experts again, with their messages."""
@@ -116,8 +134,9 @@ class Route(StageSizes):
 
     @cached_property
     def inward(self) -> float:
-        """Trained elements of a projection into the inner features of the last layer's MLP."""
-        return first_linear(self.layout, self.described(-1))
+        """Trained elements of a projection into the inner features of the last layer's MLP; those
+        of tiles are counted with their sums."""
+        return 0.0 if self._tiled(-1) else first_linear(self.layout, self.described(-1))
 
     @cached_property
     def outward(self) -> float:

@@ -34,13 +34,13 @@ def trained_by(layout: Layout, operation: Operation) -> int:
     return sum(prod(weight.local(grid.tp, grid.ep, grid.etp)) for weight in weights)
 
 
-def tiled_sums(layout: Layout, layer: Layer, running: Running) -> float:
-    """Bytes of the weight gradients that the tiles of an MLP accumulate, in at least fp32."""
+def tiled_weights(layout: Layout, layer: Layer, running: Running) -> list[int]:
+    """Trained elements of each matrix of an MLP that runs in tiles, on one rank; else none."""
     # Its last product is not run again, but its gradients are those of tiles, too.
-    tiles = any(running.tiles(op.rerun_by) for op in layer.mlp)
-    tiled = [op for op in layer.mlp if tiles and not op.frozen]
-    sizes = (prod(weight.local(layout.grid.tp)) for op in tiled for weight in op.multiplied)
-    return max(running.element_bytes, 4) * sum(sizes)
+    if not any(running.tiles(op.rerun_by) for op in layer.mlp):
+        return []
+    tiled = (op for op in layer.mlp if not op.frozen)
+    return [prod(weight.local(layout.grid.tp)) for op in tiled for weight in op.multiplied]
 
 
 def remade_at_once(running: Running, layers: Sequence[Saved], place: int | None = None) -> float:

@@ -44,7 +44,7 @@ class StageBytes:
         entry: input of the stage alone.
         waiting: memory kept between B and W.
         moved: activations offloaded to host memory between forward and backward.
-        gradients: weight gradients, which each step makes anew; 0 if it does not.
+        gradients: weight gradients on the device that each step makes anew.
         narrow: weights in 8 bits that microbatches share, for one of the two products.
         gathered: copies of weights that are gathered to compute, at most.
         worst: the point of highest memory of an action of a kind, in the order of `Doing`: whether
@@ -84,7 +84,7 @@ def stage_bytes(
         entry=0.0 if stage.embedding else tokens * hidden,
         waiting=waiting,
         moved=tokens * whole.offloaded,
-        gradients=stage_gradients(layout, stage, policy) if policy.remade else 0.0,
+        gradients=stage_gradients(layout, stage, policy),
         narrow=stage_narrow(layout, stage, policy),
         gathered=gathered_bytes(layout, stage, policy) if policy.splits_copy else 0.0,
         worst=_Actions(route, kept, waiting).worst,
@@ -111,7 +111,7 @@ class _Actions:
         makes, backward = kind in (Kind.BW, Kind.W), kind not in (Kind.F, Kind.R)
         alike = policy.splits_gradient and policy.splits_copy  # the last one, with all others
         copies = first and kind is Kind.BW and policy.step_weight > 0
-        first = makes and first and policy.remade
+        first = makes and first
         last = backward and last and bool(policy.reduces or policy.sent) and not alike
         return self._known(kind, light, first, last, copies)
 
