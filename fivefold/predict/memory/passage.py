@@ -149,11 +149,16 @@ class Passage:
         if policy.splits_gradient:
             return self._reduced(done) if self.first else 0.0
         if not policy.remade:
-            return 0.0
+            return self._sent(done)
         whole = now = policy.gradient * sum(block.count * block.size for block in done)
         if self.reduces and policy.splits_optimizer:
             now = self._reduced(done)
         return now if self.first else now - whole
+
+    def _sent(self, done: tuple[GatheredBlock, ...]) -> float:
+        """Bytes of the copies in which replicas' sums travel while the last backward runs."""
+        leave = self.last and self.layout.config.parallel.overlap_grad_reduce
+        return leave * self.policy.sent * sum(block.count * block.size for block in done)
 
     def _reduced(self, done: tuple[GatheredBlock, ...]) -> float:
         """Bytes of those of them that have been reduced."""
