@@ -48,6 +48,8 @@ class _NewGradients:
     def of_head(self) -> float:
         """Bytes of the output layer's new gradient."""
         route = self.route
+        if self.passage.deferred and route.head_with_loss[0]:
+            return 0.0  # it exists already
         fused = route.running.memory.makes_logits_again
         fresh = route.policy.fresh if fused else self.passage.fresh
         return route.stage.head * route.vocabulary * fresh

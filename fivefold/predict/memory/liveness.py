@@ -53,6 +53,8 @@ class Moments:
         kept: [N, S] microbatches between their forward, or R, and the end of their B.
         inputs: [N, S] microbatches between a forward that keeps only its input, and their R.
         waiting: [N, S] microbatches between their B and the end of their W.
+        with_dx: [N, S] 1 from the end of a B to that of the next W, and in every W, in which it is
+            2 if several Bs came before it; else 0.
         unmade: [N, S] 1 until the end of the stage's first BW or W, from which on it has weight
             gradients, else 0.
     """
@@ -63,6 +65,7 @@ class Moments:
     kept: NDArray[np.float64]
     inputs: NDArray[np.float64]
     waiting: NDArray[np.float64]
+    with_dx: NDArray[np.float64]
     unmade: NDArray[np.float64]
 
     def phases(self) -> Iterator[tuple[str, NDArray[np.intp]]]:
@@ -134,7 +137,23 @@ def _swept(program: Program, rank: int) -> Moments:
     index = np.array(which, np.intp), np.array(backwards, np.intp)
     ends = np.array([first.get(stage, len(acts)) for stage in stages])
     unmade = (np.arange(len(acts))[:, None] <= ends).astype(np.float64)
-    return Moments(tuple(running), *index, kept, inputs, waiting, unmade)
+    with_dx = _with_dx(acts, stages)
+    return Moments(tuple(running), *index, kept, inputs, waiting, with_dx, unmade)
+
+
+def _with_dx(acts: Sequence[Act], stages: Sequence[int]) -> NDArray[np.float64]:
+    """As `Moments` has it."""
+    result = np.zeros((len(acts), len(stages)))
+    for place, stage in enumerate(stages):
+        count = 0
+        for number, act in enumerate(acts):
+            kinds = {kid.kind for kid in act.elementary if kid.stage == stage}
+            if Kind.W in kinds:
+                result[number, place], count = 1 + (count > 1), 0
+            else:
+                result[number, place] = min(count, 1)
+            count += Kind.B in kinds
+    return result
 
 
 def _changes(

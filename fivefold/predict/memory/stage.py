@@ -43,6 +43,7 @@ class StageBytes:
         loss: logits and other activations of the loss kept between forward and backward.
         entry: input of the stage alone.
         waiting: memory kept between B and W.
+        with_dx: a weight gradient that a B makes, and the sum in which it waits for the next W.
         moved: activations offloaded to host memory between forward and backward.
         gradients: weight gradients on the device that each step makes anew.
         narrow: weights in 8 bits that microbatches share, for one of the two products.
@@ -56,6 +57,7 @@ class StageBytes:
     loss: float
     entry: float
     waiting: float
+    with_dx: tuple[float, float]
     moved: float
     gradients: float
     narrow: float
@@ -83,6 +85,7 @@ def stage_bytes(
         loss=-route.gone,
         entry=0.0 if stage.embedding else tokens * hidden,
         waiting=waiting,
+        with_dx=route.head_with_loss,
         moved=tokens * whole.offloaded,
         gradients=stage_gradients(layout, stage, policy),
         narrow=stage_narrow(layout, stage, policy),
@@ -193,10 +196,15 @@ class _Actions:
 
     def _only_dx(self, first: bool, last: bool) -> list[ActPoint]:
         route = self.route
-        end = ActPoint("the end", -self.kept, route.gone, waiting=self.waiting)
+        made = route.head_with_loss[0]
+        end = ActPoint("the end", -self.kept, route.gone, gradients=made, waiting=self.waiting)
         return [
             *(
-                point._replace(gradients=0.0, made=0.0, waiting=self._put_aside(point))
+                point._replace(
+                    gradients=made * (point.loss < 0 or point.gradients > 0),
+                    made=0.0,
+                    waiting=self._put_aside(point),
+                )
                 for point in self._whole(first, last)
             ),
             end._replace(communication=route.messages[0]),
@@ -208,7 +216,7 @@ class _Actions:
                 "weight gradients",
                 gradients=point.gradients,
                 made=point.made,
-                waiting=-self._run(point),
+                waiting=-self._run(point) - self.route.head_with_loss[1],
                 communication=self.route.messages[0],
                 # Weight gradients need no weights: ZeRO-3 has freed what the backward gathered.
                 resharded=self.route.copies.but() or point.resharded,

@@ -86,6 +86,14 @@ class StageSizes:
         return model.trains_all * entries * model.hidden_size
 
     @cached_property
+    def head_with_loss(self) -> tuple[float, float]:
+        """Bytes of the output layer's new gradient, and of its sum, where the loss makes it with
+        dX: it waits for the gradients that are deferred, with which it is reduced."""
+        waits = self.policy.splits_gradient and self.running.memory.makes_logits_again
+        elements = waits * self.stage.head * self.vocabulary
+        return elements * self.policy.fresh, elements * self.policy.gradient
+
+    @cached_property
     def blocks(self) -> tuple[GatheredBlock, ...]:
         """Trained parameters: the ends of the stage, then each kind of layer with its count."""
         whole = self.policy.whole_embedding
