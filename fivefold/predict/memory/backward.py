@@ -325,7 +325,7 @@ def _behind(
     change = passage.after(done[-1], *done) if done else Change(0.0, 0.0, 0.0)
     policy, fresh, made = route.policy, 0.0, change.made
     if not policy.splits_optimizer:
-        made += own * policy.gradient * passage.anew
+        made += own * (policy.gradient * passage.anew + passage.sent)
     elif not policy.placeholder:
         fresh = own * passage.fresh
     return change._replace(gradients=point.gradients + change.gradients + fresh, made=made)

@@ -70,6 +70,13 @@ class Passage:
         widened = policy.gradient * (policy.gradient != policy.fresh) if widens else policy.widened
         return policy.fresh + (widened if widens or not self.deferred else 0.0)
 
+    @property
+    def sent(self) -> float:
+        """Bytes of the copy in which replicas' sum of a gradient travels while the step's last
+        backward runs."""
+        overlaps = self.layout.config.parallel.overlap_grad_reduce
+        return self.policy.sent * (self.last and overlaps)
+
     def tied(self, stage: StageParts) -> float:
         """Bytes of an element of the gradient of an output layer that is the embedding of the same
         stage, in the type in which the parameter takes it; 0: there is none."""
@@ -149,16 +156,11 @@ class Passage:
         if policy.splits_gradient:
             return self._reduced(done) if self.first else 0.0
         if not policy.remade:
-            return self._sent(done)
+            return self.sent * sum(block.count * block.size for block in done)
         whole = now = policy.gradient * sum(block.count * block.size for block in done)
         if self.reduces and policy.splits_optimizer:
             now = self._reduced(done)
         return now if self.first else now - whole
-
-    def _sent(self, done: tuple[GatheredBlock, ...]) -> float:
-        """Bytes of the copies in which replicas' sums travel while the last backward runs."""
-        leave = self.last and self.layout.config.parallel.overlap_grad_reduce
-        return leave * self.policy.sent * sum(block.count * block.size for block in done)
 
     def _reduced(self, done: tuple[GatheredBlock, ...]) -> float:
         """Bytes of those of them that have been reduced."""
