@@ -212,7 +212,7 @@ class ExpertsIn(Operation):
     def deferred(self, running: Running) -> float:
         """The rows, and gradients of the outputs."""
         own = self.outputs / running.expert_tensor_parallel
-        each = running.input_bytes * self.inputs + running.element_bytes * own
+        each = running.input_bytes * self.inputs + running.gradient_bytes * own
         return running.rows(self.copies) * each
 
     def working(self, running: Running) -> float:
@@ -260,7 +260,7 @@ class ExpertsOut(Operation):
         """The input, and gradients of the outputs, of which each rank that splits an expert has
         all."""
         own = self.inputs / running.expert_tensor_parallel
-        each = running.input_bytes * own + running.element_bytes * self.outputs
+        each = running.input_bytes * own + running.gradient_bytes * self.outputs
         return running.rows(self.copies) * each
 
 

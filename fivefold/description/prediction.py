@@ -36,7 +36,7 @@ class PredictionInput(Operation):
 
     def deferred(self, running: Running) -> float:
         """The input of the projection, and the gradient of its output."""
-        outputs = running.element_bytes * self.features / running.tensor_parallel
+        outputs = running.gradient_bytes * self.features / running.tensor_parallel
         return 2 * running.input_bytes * self.features / running.token_parts + outputs
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:

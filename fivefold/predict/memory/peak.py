@@ -268,7 +268,7 @@ def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64
         "gradients": -(found.unmade @ gradients),
         "activations": found.kept @ kept + found.inputs @ entry,
         "loss": found.kept @ loss,
-        "8-bit weights": 2 * narrow.sum() - found.unmade @ narrow,
+        "8-bit weights": 2 * narrow.sum() - found.only_forwards @ narrow,
         "deferred weight gradients": found.waiting @ waiting + with_dx,
     }
 

@@ -113,7 +113,7 @@ class _Actions:
         policy = self.route.policy
         makes, backward = kind in (Kind.BW, Kind.W), kind not in (Kind.F, Kind.R)
         alike = policy.splits_gradient and policy.splits_copy  # the last one, with all others
-        copies = first and kind is Kind.BW and policy.step_weight > 0
+        copies = first and kind in (Kind.B, Kind.BW) and policy.step_weight > 0
         first = makes and first
         last = backward and last and bool(policy.reduces or policy.sent) and not alike
         return self._known(kind, light, first, last, copies)
