@@ -130,12 +130,19 @@ class StageSizes:
     @cached_property
     def largest(self) -> frozenset[int]:
         """Places of layers with the most trained parameters: the first such layer of all, and of
-        those before any MTP module; and the last such layer between two others."""
+        those before any MTP module; the last such layer between two others; and that with the
+        most together with the layer that is gathered beside it."""
         sizes = [max(part.size for part in parts) for parts in self.parts]
         before = sizes[: min(self.predictions, default=0)] or sizes
         first = {each.index(max(each)) for each in (sizes, before)}
         between = range(len(sizes) - 2, 0, -1)
-        return frozenset(first | {max(between, key=sizes.__getitem__, default=0)})
+        places = first | {max(between, key=sizes.__getitem__, default=0)}
+        if self.policy.splits_copy and len(sizes) > 1:
+            both = [
+                size + rest.size for size, (_, rest) in zip(sizes[1:], self.parts, strict=False)
+            ]
+            places.add(1 + both.index(max(both)))
+        return frozenset(places)
 
     @cached_property
     def behind(self) -> Callable[[int], tuple[GatheredBlock, ...]]:
