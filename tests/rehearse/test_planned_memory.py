@@ -255,6 +255,15 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "cross_entropy_fusion_impl": "linear",
         },
     ),
+    # What is cut along another dim than the first is rearranged, around each message.
+    "fewer experts than shards": (
+        "mixtral-8x7b",
+        {
+            "ranks": 4,
+            "num_experts": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+        },
+    ),
     # The copies in which replicas' sums travel were counted when all layers are done.
     "sums that travel in bf16": (
         "llama3-8b",
@@ -267,7 +276,8 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "tiled_mlp_num_shards": 4,
         },
     ),
-    # The last new mean of gradients was there while all matrices were orthogonalised.
+    # The last new mean of gradients was there while all matrices were orthogonalised, and two new
+    # weights while one was written.
     "means of Muon": (
         "llama3-8b",
         {"num_layers": 1, "optimizer": "muon", "global_batch_size": 2},
