@@ -255,6 +255,21 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "cross_entropy_fusion_impl": "linear",
         },
     ),
+    # Gradients of an MLP in tiles are made with dX, too, and wait.
+    "tiles and deferred gradients": (
+        "llama3-8b",
+        {
+            "ranks": 4,
+            "num_layers": 4,
+            "global_batch_size": 16,
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "zb_v",
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mlp",),
+            "tiled_mlp_num_shards": 4,
+        },
+    ),
     # What is cut along another dim than the first is rearranged, around each message.
     "fewer experts than shards": (
         "mixtral-8x7b",
@@ -268,7 +283,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "sums that travel in bf16": (
         "llama3-8b",
         {
-            "num_layers": 4,
+            "num_layers": 3,
             "seq_length": 1024,
             "grad_reduce_in_bf16": True,
             "recompute_granularity": "selective",
@@ -446,6 +461,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 RARE = (
+    "tiles and deferred gradients",
     "sums of experts",
     "sums of experts in one microbatch",
     "weights on the host",

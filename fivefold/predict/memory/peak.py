@@ -260,10 +260,8 @@ def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64
         [(size.kept, size.entry, size.loss, size.gradients, size.narrow) for size in own]
     ).T
     waiting = np.array([size.waiting for size in own])
-    made, added = np.array([size.with_dx for size in own]).T
-    with_dx = np.minimum(found.with_dx, 1) @ added
-    # Of several it is the sum that is copied into a message; one is narrowed before.
-    with_dx += np.maximum(found.with_dx - 1, 0) @ (added - made)
+    added, more = np.array([size.with_dx for size in own]).T
+    with_dx = np.minimum(found.with_dx, 1) @ added + np.maximum(found.with_dx - 1, 0) @ more
     return {
         "gradients": -(found.unmade @ gradients),
         "activations": found.kept @ kept + found.inputs @ entry,
