@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.data import MOCK
-from fivefold.config.foreign import Foreign, foreign, name_of, without_section
+from fivefold.config.foreign import Foreign, foreign, name_of, without_entry, without_section
 from fivefold.config.misspelt import MEANT
 from fivefold.config.settings import NONE, Setting, flag_of
 from fivefold.errors import Mistakes, closest, shown
@@ -211,12 +211,13 @@ class _Scanner:
         meant = [flag] if (flag := theirs.meant(known)) else []
         if theirs.flags and not meant:
             theirs = Foreign()  # the name belongs to another command
-        if not meant and not theirs.note:
+        note = theirs.note or ("" if meant or not self._switches else without_entry(spelled))
+        if not meant and not note:
             close = closest(name, known)
             begun = [k for k in known if k.startswith(name)][:3]
             meant = list(map(flag_of, [close] if close else begun))
         suffix = f", did you mean {' or '.join(meant)}?" if meant else ""
-        self._mistakes.add(f"unknown flag {spelled}{suffix}", *filter(None, [theirs.note]))
+        self._mistakes.add(f"unknown flag {spelled}{suffix}", *filter(None, [note]))
         if not has_value:
             self._skip_value(meant[0] if meant else "", alone)
 

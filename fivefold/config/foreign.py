@@ -8,6 +8,7 @@ from importlib.resources import files
 from types import MappingProxyType
 
 from fivefold.config.config import SETTINGS
+from fivefold.config.megatron_job.release import known
 from fivefold.config.settings import name_of_flag
 from fivefold.errors import closest
 
@@ -59,11 +60,22 @@ def foreign(name: str, ours: Iterable[str] = ()) -> Foreign:
         name: its name, with underscores.
         ours: names of our settings; what is nearly one of them is a typing error, not a beginning.
     """
-    known = foreign_settings()
-    if name in known or closest(name, ours, 0.85):
-        return known.get(name, Foreign())
-    begins = (start for start in known if start.endswith("_") and name.startswith(start))
-    return known.get(max(begins, key=len, default=""), Foreign())
+    table = foreign_settings()
+    if name in table or closest(name, ours, 0.85):
+        return table.get(name, Foreign())
+    begins = (start for start in table if start.endswith("_") and name.startswith(start))
+    return table.get(max(begins, key=len, default=""), Foreign())
+
+
+def without_entry(flag: str) -> str:
+    """A note on a flag of Megatron-LM of which `foreign` does not tell; "" if it is none."""
+    argument = known().flags.get(flag)
+    if argument is None:
+        return ""
+    return foreign(argument.name).note or (
+        f"an argument of Megatron-LM {known().release} that is no flag here: fivefold translate "
+        "tells what becomes of a job with it"
+    )
 
 
 def name_of(flag: str) -> str:

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from fivefold.config.config import SECTION_SETTINGS, SECTIONS
 from fivefold.config.flags import ALIASES, IDLE_SWITCHES, SWITCHES
-from fivefold.config.foreign import foreign, name_of
+from fivefold.config.foreign import foreign, name_of, without_entry
 from fivefold.config.presets import PRESETS
 from fivefold.config.settings import NONE, Setting, flag_of, name_of_flag, settings_of
 from fivefold.config.sources import MODEL, recipe_names
@@ -155,8 +155,11 @@ def _named(topic: str, settings: Iterable[Setting], width: int) -> list[str]:
         lines = [*_entry(setting, width)]
     else:
         lines = [_switch(name)] if name in SWITCHES and of_runs else []
-    if name not in known and theirs.note and (meant or (of_runs and not theirs.flags)):
-        lines.append(_filled(f"{topic} of other trainers: {theirs.note}", width, "  ", "  "))
+    note = theirs.note
+    if not lines and of_runs and not theirs.note:
+        note = without_entry(flag_of(name_of_flag(topic)))
+    if name not in known and note and (meant or (of_runs and not theirs.flags)):
+        lines.append(_filled(f"{topic} of other trainers: {note}", width, "  ", "  "))
     return lines
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import MappingProxyType
 
@@ -11,7 +10,9 @@ from fivefold.files import read_text
 from fivefold.shell.assignments import ASSIGNMENT, DECLARING, assigned
 from fivefold.shell.conditions import Condition, tested
 from fivefold.shell.expansion import Expander, matches
+from fivefold.shell.loops import Loops
 from fivefold.shell.printed import Printed, answer, formatted, within
+from fivefold.shell.reading import read_into
 from fivefold.shell.scan import Token
 from fivefold.shell.syntax import (
     Block,
@@ -36,33 +37,6 @@ from fivefold.shell.variables import Variables
 _SHELLS = ("bash", "sh", "sbatch")
 _MOST_STEPS, _DEEPEST = 20_000, 30
 _DECIDES = (*DECLARING, "set", "eval", "source", ".", "shift", "unset")
-
-
-@dataclass
-class Loops:
-    """The loops that a script is in.
-
-    Attributes:
-        depth: how many.
-        left: how many of them are being left, of the last only a turn if it `goes_on`.
-    """
-
-    depth: int = 0
-    left: int = 0
-    goes_on: bool = False
-
-    def leave(self, words: Sequence[str], goes_on: bool) -> bool:
-        """Leave the innermost loop, or as many as a word says."""
-        levels = int(words[0]) if words and words[0].isdecimal() else 1
-        self.left, self.goes_on = min(levels, self.depth), goes_on
-        return True
-
-    def ends(self) -> bool:
-        """Whether a loop ends whose turn has."""
-        if not self.left:
-            return False
-        self.left -= 1
-        return bool(self.left) or not self.goes_on
 
 
 class ShellScript:
@@ -270,8 +244,13 @@ class ShellScript:
         return found
 
     def _command(self, words: Sequence[str], document: Token | None, into: str) -> bool:
+        own = [word for word in words[:1] if word.startswith("IFS=")]
         words = assigned(self.variables, self._expander, words)
         fields = self._expander.fields(words) if words else []
+        if fields and document:
+            separators = self._expander.text(own[0][4:]) if own else self.variables.get("IFS")
+            if (found := self._given(fields, document, separators)) is not None:
+                return found
         if (printed := self._output) and into:
             self._output = Printed()
             found = self._call(fields) if fields else True
@@ -279,11 +258,24 @@ class ShellScript:
                 printed.add(None)
             self._output = printed
             return found
-        if fields and document and PurePath(fields[0]).name in _SHELLS:
-            expanded = document.kind == "document"
-            inner = self._expander.in_quotes(document.text) if expanded else document.text
-            return self.run(inner)
         return self._call(fields) if fields else True
+
+    def _given(self, fields: Sequence[str], document: Token, separators: str) -> bool | None:
+        """Whether a command succeeds that is given a text; None: it has no use for it here."""
+        text = document.text
+        if document.kind == "document":
+            text = self._expander.in_quotes(text)
+        elif document.kind == "string":
+            text = f"{self._expander.text(text)}\n"
+        name, rest = PurePath(fields[0]).name, fields[1:]
+        if name in _SHELLS:
+            return self.run(text)
+        if name in ("read", "mapfile", "readarray"):
+            return read_into(self.variables, name, rest, text, separators)
+        if self._output:
+            told = text if name == "cat" else answer(name, rest, text, "")
+            return self._output.add(told)
+        return None
 
     def _call(self, fields: list[str]) -> bool:
         name, rest = fields[0], fields[1:]

@@ -19,7 +19,7 @@ class Command:
     """Words as they are written, assignments before them included.
 
     Attributes:
-        document: what it is given to read.
+        document: what it is given to read: a here-document, or a "string" after <<<.
         into: where its output or its errors are written, "2" for the errors' stream; "": nowhere
             else.
     """
@@ -182,7 +182,8 @@ class _Reader:
         if not words and self._place and self._tokens[self._place - 1].kind != "word":
             raise self.unexpected()
         read = self._tokens[begins : self._place]
-        document = next((t for t in read if "document" in t.kind), None)
+        strings = (Token("string", t.text) for before, t in pairwise(read) if before.text == "<<<")
+        document = next((t for t in read if "document" in t.kind), next(strings, None))
         into = (t.text for before, t in pairwise(read) if before.text in _INTO)
         return Command(tuple(words), document, next(into, ""))
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from fivefold.shell.unknown import unknown
 
-_OF_PROCESSES = {"?": "0", "-": "", "IFS": " ", "RANDOM": unknown("RANDOM")}
+_OF_PROCESSES = {"?": "0", "-": "", "IFS": " \t\n", "RANDOM": unknown("RANDOM")}
 
 
 class Variables:

@@ -206,6 +206,8 @@ def test_what_the_trainer_fills_in_is_told() -> None:
     found = of(file)
     told = [line for line in found.lost if "left open" in line]
     assert len(told) == 7 and "lr" not in found.values and "clip_grad" not in found.values
+    steps = {"gradient_accumulation_steps": 4}  # of which batch only the Trainer knows
+    assert "gradient_accumulation_steps = 4" in " ".join(of(file | steps).lost)
 
 
 extremes = st.sampled_from((float("nan"), float("inf"), 10**400, 1e300, 2000))

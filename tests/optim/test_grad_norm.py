@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from fivefold.optim.grad_norm import clip_, global_grad_norm
 
@@ -14,6 +15,16 @@ def test_norm_of_one_rank_counts_only_what_it_owns() -> None:
 def test_squares_are_summed_in_fp64_whatever_the_type() -> None:
     grad = torch.full((1000,), 1e-25, dtype=torch.float32)  # squares vanish in fp32
     assert global_grad_norm([(grad, True)]).item() == pytest.approx(1e-25 * 1000**0.5, rel=1e-6)
+
+
+def test_a_long_gradient_is_not_copied_whole() -> None:
+    grad = torch.randn(1000, 300).t()
+    grads = [(torch.ones(3), True), (grad, True), (torch.ones(2), True)]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        norm = global_grad_norm(grads)
+    assert norm.item() == pytest.approx((grad.double().norm() ** 2 + 5).sqrt().item(), rel=1e-12)
+    largest = max(event.cpu_memory_usage for event in found.events())
+    assert largest < 1000 * 300 * 8
 
 
 def test_norm_of_nothing_is_zero() -> None:

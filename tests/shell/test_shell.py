@@ -86,6 +86,10 @@ def statement(draw: Random, depth: int) -> str:
         f"V={word(draw)}",
         f"V+={word(draw)}",
         f"A=({words} # of it\n  x)",
+        f'IFS=", " read -ra A <<< "y {draw.choice(EXPANSIONS)}"',
+        f'read -r V Y <<< "$W {draw.choice(EXPANSIONS)} 3"; launch "$V" "$Y"',
+        f"read -r -d '' V <<END\n --a {draw.choice(EXPANSIONS)}\nEND\nlaunch $V",
+        f"launch $(cat <<END\n--a {draw.choice(EXPANSIONS)}\n--b\nEND\n)",
         f'printf -v V "[%s]" "{draw.choice(EXPANSIONS)}"',
         f"A+=({_ENTRIES.sub('${V', words)})",  # with its own it doubles in every turn of a loop
         f"export EMPTY={draw.choice(EXPANSIONS)}; launch $EMPTY",

@@ -327,9 +327,6 @@ def _of_deepspeed(
     job.mistakes.raise_if_any()
     found = translate_deepspeed(DeepSpeedJob(given), ranks)
     compiled = fitting(_of_compiler(job, lost), job.mistakes)
-    steps = given.get("gradient_accumulation_steps", AUTO)
-    if steps not in (AUTO, 1) and "global_batch_size" not in found.values:
-        lost.append(f"gradient_accumulation_steps = {shown(steps)}: of a batch that code makes")
     said = (*lost[len(_CODE) :], *found.lost)
     whole = replace(found, trainer=TRAINER, values={**found.values, **compiled}, lost=said)
     return _finished(job, "DEEPSPEED", whole)

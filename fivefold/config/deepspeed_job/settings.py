@@ -75,6 +75,9 @@ def translate(job: DeepSpeedJob, ranks: int | None = None) -> Translation:
     unread = job.unread()
     harmless = tuple(left.path for left in unread if left.off or is_harmless(left.path))
     lost += _without_counterpart([left for left in unread if left.path not in harmless])
+    steps = job.get("gradient_accumulation_steps")
+    if steps not in (None, 1) and "global_batch_size" not in values:
+        lost.append(f"gradient_accumulation_steps = {shown(steps)}: of a batch that code makes")
     lost += [f"{path} is left open, for the Trainer's arguments" for path in job.left_open]
     job.mistakes.raise_if_any()
     return Translation(TRAINER, values, tuple(lost), harmless, ranks)
