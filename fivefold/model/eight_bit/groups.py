@@ -67,15 +67,16 @@ class EightBitGroups(Products):
     ) -> Tensor:
         """[T, F] -> [T, H], added to `onto_TH` if there is one."""
         if self._by_row:
-            grad_TH = self.each.groups_gradient(grad, weight_EFH, self.ends)
-            return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
-        grad_TH, where = onto_TH, "onto_TH"
+            whole_TH = self.each.groups_gradient(grad, weight_EFH, self.ends)
+            return whole_TH if onto_TH is None else onto_TH.add_(whole_TH)
+        adds, grad_TH = onto_TH is not None, onto_TH
         if grad_TH is None:
-            shape, where = (self.ends[-1], weight_EFH.shape[2]), "out_TH"
+            shape = self.ends[-1], weight_EFH.shape[2]
             grad_TH = grad[0].new_empty(shape, dtype=self.each.dtype)
         pairs = zip(self._groups(grad), self.each.by_group(weight_EFH), strict=True)
         for one, pair, rows_TH in zip(self._every, pairs, self._split(grad_TH), strict=True):
-            one.input_gradient(*pair, **{where: rows_TH})
+            each = (rows_TH, None) if adds else (None, rows_TH)
+            one.input_gradient(*pair, *each)
         return grad_TH
 
     def weight_gradient(self, grad: Kept, kept: Kept, onto_EFH: Tensor | None = None) -> Tensor:

@@ -145,12 +145,13 @@ def _swept(program: Program, rank: int) -> Moments:
     come[:, 1:] += left[:, :-1]
     kept, inputs, waiting = np.cumsum(come, axis=1)
     index = np.array(which, np.intp), np.array(backwards, np.intp)
+    numbers, most = np.arange(len(acts))[:, None], len(acts)
     only_forwards, unmade = (
-        (np.arange(len(acts))[:, None] <= [of.get(stage, len(acts)) for stage in stages]) * 1.0
+        (numbers <= [of.get(stage, most) for stage in stages]).astype(np.float64)
         for of in (first_back, first)
     )
-    held = kept, inputs, waiting, _with_dx(acts, stages)
-    return Moments(tuple(running), *index, *held, only_forwards, unmade)
+    with_dx = _with_dx(acts, stages)
+    return Moments(tuple(running), *index, kept, inputs, waiting, with_dx, only_forwards, unmade)
 
 
 def _with_dx(acts: Sequence[Act], stages: Sequence[int]) -> NDArray[np.float64]:
