@@ -27,8 +27,6 @@ class Running:
         seq_length: keys that a token can attend to; matters only for unfused attention.
         element_bytes: bytes per element of the compute dtype.
         input_bytes: bytes per element of a linear layer's kept input; fewer in fp8 or fp4.
-        gradient_bytes: bytes per element of the gradient of its output that its weight gradient
-            reads; fewer in fp8 where the same bits serve dX and dW.
         scale_rows: rows of it that share a scale for each feature; inf: all; 0: one scale or none.
         delayed_scales: whether scales are those of earlier steps, which no rows have, too.
         tensor_parallel: ranks that split heads, MLPs and vocabulary.
@@ -59,7 +57,6 @@ class Running:
     seq_length: int
     element_bytes: float = 2
     input_bytes: float = 2
-    gradient_bytes: float = 2
     scale_rows: float = 0
     delayed_scales: bool = False
     tensor_parallel: int = 1
@@ -88,14 +85,12 @@ class Running:
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
         tokens = config.rank_tokens / parallel.num_sequence_slices
-        serves_both = training.fp8_format is not None and training.fp8_recipe not in SCALE_ROWS
         # Only layers with a softmax ask for it.
         kept = tuple(map(config.keeps_latents_by, parallel.cp_comm_type))
         return cls(
             seq_length=training.seq_length,
             element_bytes=element,
             input_bytes=0.5 if training.fp4_format else 1 if training.fp8_format else element,
-            gradient_bytes=1 if serves_both and not others else element,
             scale_rows=SCALE_ROWS.get(training.fp8_recipe, 0) if training.fp8_format else 0,
             delayed_scales=training.delays_scales,
             tensor_parallel=parallel.tensor_model_parallel_size,
@@ -136,8 +131,7 @@ class Running:
         """The same for layers of a kind; bf16 layers keep their inputs as they are."""
         if not kind.wide or self.input_bytes == self.element_bytes:
             return self
-        wide = self.element_bytes
-        return replace(self, input_bytes=wide, gradient_bytes=wide, scale_rows=0)
+        return replace(self, input_bytes=self.element_bytes, scale_rows=0)
 
     @property
     def keeps_latents(self) -> bool:
@@ -225,6 +219,13 @@ class Running:
     def by_microbatch(self, size: float) -> float:
         """Bytes per token of a tensor with `size` bytes per microbatch."""
         return size / self.microbatch_tokens
+
+
+def gradient_bytes(running: Running) -> float:
+    """Bytes per element of the gradient of a linear layer's output that its weight gradient reads;
+    in fp8 those that dX has read, where one scale serves both."""
+    serves_both = running.input_bytes == 1 and not running.scale_rows and not running.others
+    return 1 if serves_both else running.element_bytes
 
 
 def row_parts(running: Running) -> int:

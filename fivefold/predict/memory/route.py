@@ -114,13 +114,6 @@ class Route(StageSizes):
         return tiled_weights(self.layout, self.described(place), self.running_of(place))
 
     @cached_property
-    def tiles_with_dx(self) -> tuple[int, ...]:
-        """Trained elements of each layer's MLP in tiles, which makes weight gradients with dX: they
-        wait for the layer's deferred ones, with which they are reduced."""
-        waits = self.policy.splits_gradient
-        return tuple(waits * sum(self._tiled(place)) for place in range(len(self.numbers)))
-
-    @cached_property
     def other_tiles(self) -> tuple[tuple[int, ActPoint], ...]:
         """Where the last layer's MLP does not run in tiles: the place of the last layer of which
         one does, and the former point in it."""

@@ -16,6 +16,7 @@ from fivefold.predict.memory.passage import Copies
 from fivefold.predict.memory.sizes import (
     buffers,
     deferred_bytes,
+    tiled_weights,
 )
 
 
@@ -93,6 +94,16 @@ class StageSizes:
         waits = self.policy.splits_gradient and self.running.memory.makes_logits_again
         elements = waits * self.stage.head * self.vocabulary
         return elements * self.policy.fresh, elements * self.policy.gradient
+
+    @cached_property
+    def tiles_with_dx(self) -> tuple[int, ...]:
+        """Trained elements of each layer's MLP in tiles, which makes weight gradients with dX: they
+        wait for the layer's deferred ones, with which they are reduced."""
+        waits = self.policy.splits_gradient
+        return tuple(
+            waits * sum(tiled_weights(self.layout, self.described(place), self.running_of(place)))
+            for place in range(len(self.numbers))
+        )
 
     @cached_property
     def blocks(self) -> tuple[GatheredBlock, ...]:
