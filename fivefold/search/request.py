@@ -53,7 +53,7 @@ class Request:
     given: frozenset[str]
     cluster: Cluster
     assumes: frozenset[str] = frozenset()
-    only: Only = field(default_factory=lambda: MappingProxyType({}))
+    only: Only = field(default_factory=lambda: MappingProxyType({}), hash=False)
 
     @property
     def world(self) -> int:
@@ -93,7 +93,7 @@ class Request:
         cluster = replace(self.cluster, num_gpus=num_gpus or self.world)
         given = self.given | (settings.keys() & FIXABLE)
         changed = _request(
-            self.config.with_values(**settings), given, cluster, self.assumes - settings.keys()
+            self.config.with_values(**settings), given, cluster, self.assumes.difference(settings)
         )
         return changed.among(self.only)
 

@@ -8,7 +8,7 @@ faster but does not fit is tried again with finer memory techniques.
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 from time import perf_counter
 
@@ -274,14 +274,42 @@ def smallest_layouts(request: Request) -> list[Candidate]:
 
 
 def smallest_of(space: Space, ranks: Ranks, cluster: Cluster) -> list[Candidate]:
-    """The layouts that need the least memory of those with the lowest bounds on it, not timed.
+    """The layouts that need the least memory of those with the lowest bounds on it, not timed."""
+    found = _least_bounds(space, ranks, cluster)
+    return sorted(found, key=lambda candidate: candidate.memory.shortage)[:SMALLEST]
+
+
+@lru_cache(maxsize=256)  # who explains a no asks for the same change more than once
+def has_plan(request: Request) -> bool:
+    """Whether the search would find a layout, that is whether one of `smallest_layouts`, which it
+    always tries, fits."""
+    return any(each.memory.fits for each in _that_may_fit(request))
+
+
+def fitting_layouts(request: Request) -> list[Candidate]:
+    """Those of `smallest_layouts` that fit."""
+    found = [each for each in _that_may_fit(request) if each.memory.fits]
+    return sorted(found, key=lambda candidate: candidate.memory.shortage)[:SMALLEST]
+
+
+def _that_may_fit(request: Request) -> Iterator[Candidate]:
+    """The layouts with the lowest bounds on memory; none if no layout's bound fits."""
+    space = legal_space(request)
+    if len(space):
+        ranks = Ranks.of(request.config.model, space.partitions)
+        if memory_bound(space, ranks).min() <= request.cluster.room:
+            yield from _least_bounds(space, ranks, request.cluster)
+
+
+def _least_bounds(space: Space, ranks: Ranks, cluster: Cluster) -> Iterator[Candidate]:
+    """The layouts with the lowest bounds on memory, one by one, as each takes a while.
 
     A bound leaves out what deferred weight gradients keep, which may be most of a layout's memory.
     """
     rows = np.argsort(memory_bound(space, ranks, estimate=True), kind="stable")[:LEAST_BOUNDS]
-    layouts = [layout_of(space, row) for row in rows.tolist()]
-    found = [Candidate(layout, peak_memory(layout, cluster), None, 0.0) for layout in layouts]
-    return sorted(found, key=lambda candidate: candidate.memory.shortage)[:SMALLEST]
+    for row in rows.tolist():
+        layout = layout_of(space, row)
+        yield Candidate(layout, peak_memory(layout, cluster), None, 0.0)
 
 
 def with_context(space: Space, request: Request) -> Space:

@@ -20,7 +20,13 @@ from fivefold.predict.data_parallel.update import faster_on_device
 from fivefold.predict.times.context import legal_ways
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import Request
-from fivefold.search.search import SearchResult, search, smallest_layouts
+from fivefold.search.search import (
+    SearchResult,
+    fitting_layouts,
+    has_plan,
+    search,
+    smallest_layouts,
+)
 from fivefold.search.space import FIELDS
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import shortfall
@@ -202,10 +208,9 @@ def _works(request: Request, rules: Iterable[Mistake], *, legal: bool) -> Iterat
 
 
 def _has_plan(request: Request, change: Change) -> bool:
-    """Whether the search would find a layout, that is whether one of the smallest, which it always
-    tries, fits."""
+    """Whether some layout is legal and fits once this is changed."""
     try:
-        return any(c.memory.fits for c in smallest_layouts(request.but(**change)))
+        return has_plan(request.but(**change))
     except ConfigError:
         return False
 
@@ -278,10 +283,9 @@ def _all_released(request: Request) -> Iterator[str]:
 def _fitting(request: Request, count: Change, names: Iterable[str]) -> list[Candidate]:
     """The smallest layouts that fit, with these settings left to the search."""
     try:
-        free = request.without(names).but(**count)
+        return fitting_layouts(request.without(names).but(**count))
     except ConfigError:
         return []
-    return [candidate for candidate in smallest_layouts(free) if candidate.memory.fits]
 
 
 def _instead(candidate: Candidate, names: Iterable[str]) -> Change:

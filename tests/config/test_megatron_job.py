@@ -203,6 +203,11 @@ def test_vocabularies_are_padded_as_there(tp: int, tokenizer: str, padded: int) 
     ("text", "message"),
     [
         ("hello world", "neither a command line"),
+        (
+            "accelerate launch --config_file a.yaml t.py",
+            r"neither(.|\n)*works: fivefold translate a.yaml",
+        ),
+        ("deepspeed --num_gpus $N t.py --deepspeed c.json", r"neither(.|\n)*translate c.json"),
         (DENSE + "--num-layers $LAYERS", "only its caller knows \\$LAYERS .num_layers. of the"),
         (DENSE + "--num-layers four", "Megatron-LM would refuse"),
         (DENSE + "'--lr", "no command that a shell reads"),

@@ -12,7 +12,7 @@ from hypothesis import settings as checked
 from hypothesis import strategies as st
 
 from benchmarks.check_exports import RECORD, cases, names
-from benchmarks.export_cases import CHANGES, LAYOUTS, changed, layouts
+from benchmarks.export_cases import CHANGES, LAYOUTS, layouts
 from benchmarks.export_combinations import combinations
 from fivefold.check import check
 from fivefold.errors import ConfigError
@@ -35,11 +35,19 @@ def named(name: str) -> Layout:
     return next(layout for found, layout in layouts() if found == name)
 
 
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Layout]:
+    """The layouts whose exports the releases have read, by name."""
+    return dict(cases())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", KNOWN)
-def test_settings_are_those_that_the_release_has_read(target: str) -> None:
+def test_settings_are_those_that_the_release_has_read(
+    target: str, recorded: dict[str, Layout]
+) -> None:
     """`python -m benchmarks.check_exports --record` reads and records them."""
-    used = set().union(*(names(target, text(layout, target)) for _, layout in cases()))
+    used = set().union(*(names(target, text(layout, target)) for layout in recorded.values()))
     assert used == set(KNOWN[target]["names"])
 
 
@@ -236,14 +244,17 @@ def test_megatron_gets_a_coefficient_for_each_balancing_loss() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_deepspeed_has_a_setting_by_its_name_or_is_said_once_to_lack_it(strategy: str) -> None:
+def test_deepspeed_has_a_setting_by_its_name_or_is_said_once_to_lack_it(
+    strategy: str, recorded: dict[str, Layout]
+) -> None:
     for name in CHANGES:
-        _, layout = changed(name)
+        layout = recorded[name]
         config = layout.config.with_values(data_parallel_sharding_strategy=strategy)
         with suppress(ConfigError):
             layout = check(config, layout.grid.world_size, planned=True)
-        keys = {key.split(".")[-1] for key in names("deepspeed", text(layout, "deepspeed"))}
-        said = re.findall(rf"\b{name} = ", missing(layout, "deepspeed"))
+        exported = export(layout, "deepspeed")
+        keys = {key.split(".")[-1] for key in names("deepspeed", exported.text)}
+        said = re.findall(rf"\b{name} = ", "\n".join(exported.missing))
         assert len(said) + (name in keys) < 2, name
 
 
@@ -254,8 +265,9 @@ def test_any_combination_has_names_that_the_release_has_read_and_our_words(
 ) -> None:
     for _, layout in combinations(1, seed):
         for target, known in KNOWN.items():
-            assert names(target, text(layout, target)) <= set(known["names"])
-            assert not re.search(r" (None|True|False)\b", missing(layout, target))
+            exported = export(layout, target)
+            assert names(target, exported.text) <= set(known["names"])
+            assert not re.search(r" (None|True|False)\b", "\n".join(exported.missing))
 
 
 def test_deepspeed_batches_add_up_over_its_data_parallel_ranks() -> None:

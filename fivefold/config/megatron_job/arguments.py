@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from fivefold.config.foreign import foreign
-from fivefold.config.megatron_job.command import NO_JOB, Around, Launch, launch_of, ranks_of
+from fivefold.config.megatron_job.command import Around, Launch, launch_of, no_job, ranks_of
 from fivefold.config.megatron_job.described import Described
 from fivefold.config.megatron_job.loongforge import (
     describe,
@@ -201,7 +201,7 @@ def _from_command(launch: Launch, folder: Path | None) -> MegatronJob:
     found, rest = _parser().parse_known_args(words)
     given, unknown = vars(found), list(_unknown(words))
     if not given:
-        raise ConfigError(NO_JOB)
+        raise no_job([(*launch.launcher, *launch.arguments)])
     dashed = {flag.split()[0]: flag_of(name_of_flag(flag)) for flag in unknown}
     if meant := {flag: name for flag, name in dashed.items() if name in known().flags}:
         what = f"flags of Megatron-LM have dashes; those with underscores, such as {min(meant)},"

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -18,10 +18,14 @@ from fivefold.shell.unknown import dollar, is_unknown, readable, unknown_names
 
 _OPEN = re.compile(r"\$[\w{(@*!#]|`")
 _MODEL_ARGS = re.compile(r"^MODEL_ARGS:", re.MULTILINE)
-NO_JOB = (
+_NO_JOB = (
     "this is neither a command line of Megatron-LM's pretrain_gpt.py, nor a script that runs it, "
     "nor a log of it, which begins with '---- arguments ----'"
 )
+_SETTINGS = re.compile(
+    r"--(?:config[_-]file|deepspeed(?:[_-]config)?)[= ]([^ =]+\.(?:json|ya?ml|toml))"
+)
+"""Flags of Accelerate, DeepSpeed, transformers and torchtitan that name a file of settings."""
 _FEWEST = 3  # flags of a command that is a job's
 _TELLING = ("echo", "printf", "cat", "sed", "grep", "cp", "mkdir")
 _FILES = (
@@ -203,7 +207,14 @@ def _chosen(
         started = ", ".join(readable(launcher[-1]) for launcher in distinct.values() if launcher)
         what = f"the script starts {len(distinct)} jobs: {started[:200]}"
         raise ConfigError(Mistake(what, works=("a script that starts one of them",)))
-    raise _no_training(found[0][0]) if found else ConfigError(NO_JOB)
+    raise _no_training(found[0][0]) if found else no_job(commands)
+
+
+def no_job(commands: Iterable[Sequence[str]]) -> ConfigError:
+    """What is wrong with commands of which none is a job; they may name settings that are one."""
+    files = [name for words in commands for name in _SETTINGS.findall(" ".join(words))]
+    works = tuple(f"fivefold translate {readable(name)}" for name in dict.fromkeys(files))
+    return ConfigError(Mistake(_NO_JOB, works=works))
 
 
 def _no_training(launcher: Sequence[str]) -> ConfigError:

@@ -6,6 +6,7 @@ Two models are the same if all settings that determine their function are.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -100,7 +101,8 @@ def differences(model: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, 
     return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
-def _function(model: ModelConfig) -> dict[str, Any]:
+@lru_cache(maxsize=128)  # its models are compared with each model
+def _function(model: ModelConfig) -> Mapping[str, Any]:
     """The fields that determine the function, with defaults filled in; None if without effect."""
     found = {field.name: getattr(model, field.name) for field in fields(model)}
     for name in (*WITHOUT_MEANING, *INITIAL, *IN_BF16):
