@@ -76,6 +76,14 @@ class ShardPlace:
         for shape in block.experts:
             yield shape, self.part(shape, experts=True)
 
+    def rearranged(self, block: GatheredBlock) -> list[int]:
+        """Elements of each parameter of a block that is cut along another dim than its first, of
+        all ranks. FSDP2 sends by first dims, so it copies these before a reduction and after a
+        gather."""
+        each = [(shape, self.shards) for shape in block.dense]
+        each += [(shape, self.expert_shards) for shape in block.experts]
+        return [prod(shape) for shape, shards in each if shards > 1 and shard_dim(shape, shards)]
+
     def held(self, block: GatheredBlock) -> int:
         """Elements of one block that the rank keeps."""
         return _elements(self, block)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from fivefold.config.model import ModelConfig
 from fivefold.description.operations import Kept, Operation, RowLinear
-from fivefold.description.running import Running, layer_rows
+from fivefold.description.running import Running, gradient_bytes, layer_rows
 
 _INDEX = 8  # bytes of the index of an expert or a row: int64
 _AGAIN = "moe", "a2a_overlap_post_attn"
@@ -212,7 +212,7 @@ class ExpertsIn(Operation):
     def deferred(self, running: Running) -> float:
         """The rows, and gradients of the outputs."""
         own = self.outputs / running.expert_tensor_parallel
-        each = running.input_bytes * self.inputs + running.element_bytes * own
+        each = running.input_bytes * self.inputs + gradient_bytes(running) * own
         return running.rows(self.copies) * each
 
     def working(self, running: Running) -> float:
@@ -260,7 +260,7 @@ class ExpertsOut(Operation):
         """The input, and gradients of the outputs, of which each rank that splits an expert has
         all."""
         own = self.inputs / running.expert_tensor_parallel
-        each = running.input_bytes * own + running.element_bytes * self.outputs
+        each = running.input_bytes * own + gradient_bytes(running) * self.outputs
         return running.rows(self.copies) * each
 
 

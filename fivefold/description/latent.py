@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fivefold.config.model import ModelConfig
 from fivefold.description.operations import QKV, Kept, Operation
-from fivefold.description.running import Running
+from fivefold.description.running import Running, gradient_bytes
 from fivefold.description.weights import Weight, column, norm_weights, whole
 
 
@@ -68,7 +68,7 @@ class LatentLinear(Operation):
         does not."""
         kept = 0 if self.reads_moe_input else self.inputs
         made = self.outputs if self.reads_moe_input else 0
-        size = running.input_bytes * kept + running.element_bytes * made
+        size = running.input_bytes * kept + gradient_bytes(running) * made
         return size / running.token_parts
 
 
@@ -122,7 +122,7 @@ class LatentUp(Operation):
 
     def deferred(self, running: Running) -> float:
         """Gradients of queries, keys and values."""
-        return running.element_bytes * self.outputs / running.tensor_parallel
+        return gradient_bytes(running) * self.outputs / running.tensor_parallel
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
         """As for column-parallel layers of the latents; the shared key is not gathered again."""

@@ -10,7 +10,7 @@ is counted once, with the first.
 from dataclasses import dataclass, field
 
 from fivefold.config.model import ModelConfig
-from fivefold.description.running import Running
+from fivefold.description.running import Running, gradient_bytes
 from fivefold.description.weights import Weight
 
 QKV = "qkv_linear"
@@ -212,7 +212,7 @@ class ColumnLinear(Operation):
     def deferred(self, running: Running) -> float:
         """The input, and the gradients of the outputs."""
         x = 0.0 if self.shared_input else running.input_bytes * self.inputs / running.token_parts
-        return x + running.element_bytes * self.outputs / running.tensor_parallel
+        return x + gradient_bytes(running) * self.outputs / running.tensor_parallel
 
     def working(self, running: Running) -> float:
         """Bytes per token of gradients alive while its weight gradient is computed.
@@ -254,7 +254,7 @@ class RowLinear(Operation):
     def deferred(self, running: Running) -> float:
         """The input, and the gradient of the output."""
         x = running.input_bytes * self.inputs / running.tensor_parallel
-        return x + running.element_bytes * self.outputs
+        return x + gradient_bytes(running) * self.outputs
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
         """Sequence-parallel: reduce-scatter y, gather dY; else all-reduce y."""

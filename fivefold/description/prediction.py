@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fivefold.description.operations import Kept, Operation
-from fivefold.description.running import Running
+from fivefold.description.running import Running, gradient_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class PredictionInput(Operation):
 
     def deferred(self, running: Running) -> float:
         """The input of the projection, and the gradient of its output."""
-        outputs = running.element_bytes * self.features / running.tensor_parallel
+        outputs = gradient_bytes(running) * self.features / running.tensor_parallel
         return 2 * running.input_bytes * self.features / running.token_parts + outputs
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:

@@ -221,6 +221,13 @@ class Running:
         return size / self.microbatch_tokens
 
 
+def gradient_bytes(running: Running) -> float:
+    """Bytes per element of the gradient of a linear layer's output that its weight gradient reads;
+    in fp8 those that dX has read, where one scale serves both."""
+    serves_both = running.input_bytes == 1 and not running.scale_rows and not running.others
+    return 1 if serves_both else running.element_bytes
+
+
 def row_parts(running: Running) -> int:
     """Number of ranks that split the tokens of a row, where a microbatch is known."""
     if running.microbatch_tokens == inf:

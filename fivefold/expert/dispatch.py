@@ -59,9 +59,8 @@ class AllToAllDispatch(_RowDispatch):
             there = _Way.padded(rows_E, choice.padded_to, self.ep)
         there = replace(there, meanwhile=self.meanwhile)
         first, second = beside or (None, None)
-        weights, x = there.go(rows.take(choice.weights_TK), rows.spread(x_TH), beside=first)
-        y = _run_split(x, weights, there, run, self.etp)
-        return rows.collect(there.back(y, second))
+        arrived = there.go(rows.take(choice.weights_TK), rows.spread(x_TH), beside=first)
+        return rows.collect(there.back(_run_split(arrived, there, run, self.etp), second))
 
 
 class FlexDispatch(_RowDispatch):
@@ -227,17 +226,18 @@ def _nothing() -> None:
 
 
 def _run_split(
-    x: Tensor, weights: Tensor, there: _Way, run: RunExperts, etp: dist.ProcessGroup | None
+    arrived: list[Tensor], there: _Way, run: RunExperts, etp: dist.ProcessGroup | None
 ) -> Tensor:
     """Run this rank's experts on rows from several ranks, each rank's rows sorted by expert.
 
     Args:
-        x: rows.
-        weights: weights of their results.
+        arrived: weights of the rows' results, and the rows. They are taken out of the list, so
+            that rows are free when they have been sorted, while experts run.
         there: exchange by which they arrived.
         run: the experts, for rows sorted by expert.
         etp: ranks that hold other parts of the same experts, and received other rows.
     """
+    x, weights = arrived.pop(), arrived.pop()
     counts_Pe, sizes, room = there.counts_Pe, [len(x)], there.room
     if etp is not None:
         known = there.even and room is None
@@ -293,7 +293,7 @@ def run_chosen(
     else:
         copies, rows_e = by_part_padded(got, 1, room)
     here_only = _Way(None, [], [], rows_e[None], even=room is not None, room=room)
-    y = _run_split(copies.spread(x), copies.take(got.weights_TK), here_only, run, etp)
+    y = _run_split([copies.take(got.weights_TK), copies.spread(x)], here_only, run, etp)
     wide = torch.promote_types(y.dtype, torch.float32)
     return copies.collect(y.to(wide)).to(y.dtype)
 

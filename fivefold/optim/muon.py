@@ -201,12 +201,16 @@ class Muon(torch.optim.Optimizer):
         """Update all matrices; collective over all holders."""
         for leaf in self._leaves.values():
             if leaf.numel():
-                assert leaf.grad is not None
-                mean = self.state[leaf][MOMENTS[0]]
-                new = mean.lerp(leaf.grad, 1 - self._config.muon_momentum)
-                mean.copy_(self._unless_found(new, mean))
+                self._average(leaf)
         for holders in self._holders:
             holders.each_whole(self._direction, self._orthogonalised, self._move)
+
+    def _average(self, leaf: Tensor) -> None:
+        """Add this rank's part of a gradient to its mean; the new one is free afterwards."""
+        assert leaf.grad is not None
+        mean = self.state[leaf][MOMENTS[0]]
+        new = mean.lerp(leaf.grad, 1 - self._config.muon_momentum)
+        self._put(new, mean)
 
     def _move(self, matrix: Matrix, update: Tensor) -> None:
         """Update this rank's part of a matrix by its part of the orthogonal one."""
@@ -214,7 +218,7 @@ class Muon(torch.optim.Optimizer):
         leaf, lr = self._leaves[matrix.name], group["lr"]
         new = leaf * (1 - lr * group["weight_decay"])
         new.sub_(update, alpha=lr * update_factor(matrix.shape, self._config))
-        leaf.copy_(self._unless_found(new, leaf))
+        self._put(new, leaf)
 
     def _direction(self, name: str) -> Tensor:
         """The matrix to orthogonalise: the mean of gradients, with Nesterov's term if set."""
@@ -228,8 +232,12 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalised(self, whole: Tensor) -> Tensor:
         return orthogonalised(whole, self._config.muon_num_ns_steps, self._dtype)
 
-    def _unless_found(self, new: Tensor, old: Tensor) -> Tensor:
-        return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
+    def _put(self, new: Tensor, old: Tensor) -> None:
+        """Overwrite a tensor, unless something infinite was found."""
+        if self.found_inf is None:
+            old.copy_(new)
+        else:
+            torch.where(self.found_inf > 0, old, new, out=old)
 
 
 class MuonAdamW(AdamW):

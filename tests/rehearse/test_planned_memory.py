@@ -238,6 +238,65 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "optimizer_cpu_offload": True,
         },
     ),
+    # Its gradient is made with dX, and waits for the deferred ones of its block.
+    "an output layer that makes logits again": (
+        "llama3-8b",
+        {
+            "ranks": 4,
+            "vocab_size": 32768,
+            "seq_length": 2048,
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "zb_h1",
+            "data_parallel_sharding_strategy": "optim_grads",
+            "recompute_granularity": "full",
+            "cross_entropy_loss_fusion": True,
+            "cross_entropy_fusion_impl": "linear",
+        },
+    ),
+    # Gradients of an MLP in tiles are made with dX, too, and wait.
+    "tiles and deferred gradients": (
+        "llama3-8b",
+        {
+            "ranks": 4,
+            "num_layers": 4,
+            "global_batch_size": 16,
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "zb_v",
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mlp",),
+            "tiled_mlp_num_shards": 4,
+        },
+    ),
+    # What is cut along another dim than the first is rearranged, around each message.
+    "fewer experts than shards": (
+        "mixtral-8x7b",
+        {
+            "ranks": 4,
+            "num_experts": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+        },
+    ),
+    # The copies in which replicas' sums travel were counted when all layers are done.
+    "sums that travel in bf16": (
+        "llama3-8b",
+        {
+            "num_layers": 3,
+            "seq_length": 1024,
+            "grad_reduce_in_bf16": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mlp",),
+            "tiled_mlp_num_shards": 4,
+        },
+    ),
+    # The last new mean of gradients was there while all matrices were orthogonalised, and two new
+    # weights while one was written.
+    "means of Muon": (
+        "llama3-8b",
+        {"num_layers": 1, "optimizer": "muon", "global_batch_size": 2},
+    ),
     # What attention makes was taken for what its projection reads, after an exchange of heads.
     "heads that are exchanged": (
         "llama3-8b",
@@ -402,6 +461,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 RARE = (
+    "tiles and deferred gradients",
     "sums of experts",
     "sums of experts in one microbatch",
     "weights on the host",
@@ -414,13 +474,14 @@ RARE = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", chosen(SMALL, *(n for n in SMALL if n not in RARE)))
-def test_a_few_layers_on_two_ranks_need_what_is_planned(name: str) -> None:
+def test_a_few_layers_on_few_ranks_need_what_is_planned(name: str) -> None:
     preset, settings = SMALL[name]
     asked = {"precision": "bf16", "seq_length": 256, "global_batch_size": 4} | settings
     layers, size = asked.pop("num_layers", 2), asked.pop("vocab_size", 1024)
-    model = replace(resolve_model(preset), num_layers=layers, vocab_size=size)
+    model, ranks = resolve_model(preset), asked.pop("ranks", 2)
+    model = replace(model, num_layers=layers, vocab_size=size)
     config = Config(model).with_values(**asked)
-    _needs_what_is_planned(rehearsed_layout(check(config, 2)), LIMIT / 2)
+    _needs_what_is_planned(rehearsed_layout(check(config, ranks)), LIMIT / 2)
 
 
 @pytest.mark.parametrize("gpu", GPUS)

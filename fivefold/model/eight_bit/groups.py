@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from fivefold.model.eight_bit.linear import EightBit
@@ -57,20 +56,28 @@ class EightBitGroups(Products):
         """[T, H] -> [T, F], without a bias."""
         if self._by_row:
             return self.each.groups_output(x, weight_EFH, self.ends)
-        each = zip(self._every, self._groups(x), self.each.by_group(weight_EFH), strict=True)
-        return torch.cat([one.output(rows, weight) for one, rows, weight in each])
+        y_TF = x[0].new_empty(self.ends[-1], weight_EFH.shape[1], dtype=self.each.dtype)
+        pairs = zip(self._groups(x), self.each.by_group(weight_EFH), strict=True)
+        for one, pair, out_TF in zip(self._every, pairs, self._split(y_TF), strict=True):
+            one.output(*pair, out_TF=out_TF)
+        return y_TF
 
     def input_gradient(
         self, grad: Kept, weight_EFH: Tensor, onto_TH: Tensor | None = None, *_: Tensor | None
     ) -> Tensor:
         """[T, F] -> [T, H], added to `onto_TH` if there is one."""
         if self._by_row:
-            grad_TH = self.each.groups_gradient(grad, weight_EFH, self.ends)
-        else:
-            pairs = zip(self._groups(grad), self.each.by_group(weight_EFH), strict=True)
-            each = zip(self._every, pairs, strict=True)
-            grad_TH = torch.cat([one.input_gradient(*pair) for one, pair in each])
-        return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
+            whole_TH = self.each.groups_gradient(grad, weight_EFH, self.ends)
+            return whole_TH if onto_TH is None else onto_TH.add_(whole_TH)
+        adds, grad_TH = onto_TH is not None, onto_TH
+        if grad_TH is None:
+            shape = self.ends[-1], weight_EFH.shape[2]
+            grad_TH = grad[0].new_empty(shape, dtype=self.each.dtype)
+        pairs = zip(self._groups(grad), self.each.by_group(weight_EFH), strict=True)
+        for one, pair, rows_TH in zip(self._every, pairs, self._split(grad_TH), strict=True):
+            each = (rows_TH, None) if adds else (None, rows_TH)
+            one.input_gradient(*pair, *each)
+        return grad_TH
 
     def weight_gradient(self, grad: Kept, kept: Kept, onto_EFH: Tensor | None = None) -> Tensor:
         """[E, F, H], zero for groups without rows; added to `onto_EFH` if there is one."""

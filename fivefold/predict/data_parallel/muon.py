@@ -83,7 +83,8 @@ def orthogonalising_bytes(layout: Layout, stages: Iterable[StageParts]) -> float
     """Bytes that a rank needs temporarily, in addition to its state.
 
     A matrix as it is put together, before and after an iteration, and two squares of its short
-    side; or, before, the parts that it sends, their message, and the one that it gets.
+    side; or, before, the parts that it sends, their message, and the one that it gets; or, of a
+    matrix that no ranks share, the orthogonal one and the new weight.
     """
     if layout.config.optimizer.optimizer != "muon":
         return 0.0
@@ -97,7 +98,8 @@ def orthogonalising_bytes(layout: Layout, stages: Iterable[StageParts]) -> float
         squares = prod(shape[:-2]) * short * short
         whole = wide * size * (matrix.is_split or ahead)
         messages = (2 + ahead) * wide * size * matrix.is_split
-        most = max(most, messages, whole + 2 * narrow * (size + squares))
+        moved = (narrow + wide) * size * (not matrix.is_split)
+        most = max(most, messages, moved, whole + 2 * narrow * (size + squares))
     return most
 
 

@@ -48,6 +48,8 @@ class _NewGradients:
     def of_head(self) -> float:
         """Bytes of the output layer's new gradient."""
         route = self.route
+        if self.passage.deferred and route.head_with_loss[0]:
+            return 0.0  # it exists already
         fused = route.running.memory.makes_logits_again
         fresh = route.policy.fresh if fused else self.passage.fresh
         return route.stage.head * route.vocabulary * fresh
@@ -323,7 +325,7 @@ def _behind(
     change = passage.after(done[-1], *done) if done else Change(0.0, 0.0, 0.0)
     policy, fresh, made = route.policy, 0.0, change.made
     if not policy.splits_optimizer:
-        made += own * policy.gradient * passage.anew
+        made += own * (policy.gradient * passage.anew + passage.sent)
     elif not policy.placeholder:
         fresh = own * passage.fresh
     return change._replace(gradients=point.gradients + change.gradients + fresh, made=made)

@@ -27,7 +27,8 @@ class Doing(NamedTuple):
         kind: kind of action.
         stage: index of the stage.
         light: whether it is a forward that keeps only its input.
-        first: whether no earlier action computes weight gradients of the stage.
+        first: whether no earlier action computes weight gradients of the stage; of a B, whether it
+            is the stage's first.
         last: whether no later one does.
     """
 
@@ -53,6 +54,9 @@ class Moments:
         kept: [N, S] microbatches between their forward, or R, and the end of their B.
         inputs: [N, S] microbatches between a forward that keeps only its input, and their R.
         waiting: [N, S] microbatches between their B and the end of their W.
+        with_dx: [N, S] 1 from the end of a B to that of the next W, and in every W, in which it is
+            2 if several Bs came before it; else 0.
+        only_forwards: [N, S] 1 until the end of the stage's first B or BW, else 0.
         unmade: [N, S] 1 until the end of the stage's first BW or W, from which on it has weight
             gradients, else 0.
     """
@@ -63,6 +67,8 @@ class Moments:
     kept: NDArray[np.float64]
     inputs: NDArray[np.float64]
     waiting: NDArray[np.float64]
+    with_dx: NDArray[np.float64]
+    only_forwards: NDArray[np.float64]
     unmade: NDArray[np.float64]
 
     def phases(self) -> Iterator[tuple[str, NDArray[np.intp]]]:
@@ -112,6 +118,13 @@ def _swept(program: Program, rank: int) -> Moments:
         if kid.kind in (Kind.W, Kind.BW)
     ]
     first, last = dict(reversed(makes)), dict(makes)
+    backs = [
+        (kid.stage, number)
+        for number, act in enumerate(acts)
+        for kid in act.elementary
+        if kid.kind in (Kind.B, Kind.BW)
+    ]
+    first_back = dict(reversed(backs))
     running: dict[Acts, int] = {}
     which, backwards, count = [], [], 0
     for number, act in enumerate(acts):
@@ -120,7 +133,7 @@ def _swept(program: Program, rank: int) -> Moments:
                 kid.kind,
                 kid.stage,
                 kid.kind is Kind.F and kid.piece in again,
-                number <= first.get(kid.stage, number),
+                number <= (first_back if kid.kind is Kind.B else first).get(kid.stage, number),
                 last.get(kid.stage) == number,
             )
             for kid in act.elementary
@@ -132,9 +145,28 @@ def _swept(program: Program, rank: int) -> Moments:
     come[:, 1:] += left[:, :-1]
     kept, inputs, waiting = np.cumsum(come, axis=1)
     index = np.array(which, np.intp), np.array(backwards, np.intp)
-    ends = np.array([first.get(stage, len(acts)) for stage in stages])
-    unmade = (np.arange(len(acts))[:, None] <= ends).astype(np.float64)
-    return Moments(tuple(running), *index, kept, inputs, waiting, unmade)
+    numbers, most = np.arange(len(acts))[:, None], len(acts)
+    only_forwards, unmade = (
+        (numbers <= [of.get(stage, most) for stage in stages]).astype(np.float64)
+        for of in (first_back, first)
+    )
+    with_dx = _with_dx(acts, stages)
+    return Moments(tuple(running), *index, kept, inputs, waiting, with_dx, only_forwards, unmade)
+
+
+def _with_dx(acts: Sequence[Act], stages: Sequence[int]) -> NDArray[np.float64]:
+    """As `Moments` has it."""
+    result = np.zeros((len(acts), len(stages)))
+    for place, stage in enumerate(stages):
+        count = 0
+        for number, act in enumerate(acts):
+            kinds = {kid.kind for kid in act.elementary if kid.stage == stage}
+            if Kind.W in kinds:
+                result[number, place], count = 1 + (count > 1), 0
+            else:
+                result[number, place] = min(count, 1)
+            count += Kind.B in kinds
+    return result
 
 
 def _changes(

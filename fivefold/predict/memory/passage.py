@@ -70,6 +70,13 @@ class Passage:
         widened = policy.gradient * (policy.gradient != policy.fresh) if widens else policy.widened
         return policy.fresh + (widened if widens or not self.deferred else 0.0)
 
+    @property
+    def sent(self) -> float:
+        """Bytes of the copy in which replicas' sum of a gradient travels while the step's last
+        backward runs."""
+        overlaps = self.layout.config.parallel.overlap_grad_reduce
+        return self.policy.sent * (self.last and overlaps)
+
     def tied(self, stage: StageParts) -> float:
         """Bytes of an element of the gradient of an output layer that is the embedding of the same
         stage, in the type in which the parameter takes it; 0: there is none."""
@@ -102,10 +109,13 @@ class Passage:
         wide = policy.gradient * shard + passing
         if shard < block.size:  # a loop variable in FSDP2's reduction keeps the last one alive
             wide += (policy.fresh if policy.splits_gradient else policy.gradient) * block.last
+        # So does one of the gradients that it rearranges first.
+        last = sum(self._first.rearranged(block)[-1:])
         if policy.splits_gradient:
-            sent = size * self._message + max(size * policy.fresh, wide)
+            sent = size * self._message + max((size + last) * policy.fresh, wide)
         else:  # what has been copied into the message is free
-            sent = size * self._message + max(wide - size * policy.gradient, 0.0)
+            copied = max(last * policy.gradient, wide - size * policy.gradient, 0.0)
+            sent = size * self._message + copied
             made += size * policy.gradient * (self.anew and not policy.splits_optimizer)
         reduced = Change(sent, made, self._resharded((*done, block)))
         return max(Change(size * self.fresh, made, resharded), reduced, key=sum)
@@ -149,7 +159,7 @@ class Passage:
         if policy.splits_gradient:
             return self._reduced(done) if self.first else 0.0
         if not policy.remade:
-            return 0.0
+            return self.sent * sum(block.count * block.size for block in done)
         whole = now = policy.gradient * sum(block.count * block.size for block in done)
         if self.reduces and policy.splits_optimizer:
             now = self._reduced(done)
@@ -176,6 +186,8 @@ class Copies:
         beside: bytes of what is gathered beside it: the layer before, without separate experts.
         message: bytes of the message of what is gathered last in a layer, which is copied; 0
             where a rank gathers from itself. In a forward it stays until the next one.
+        rearranged: bytes of copies of it while parameters are put together that are not cut
+            along their first dims.
         visiting: bytes of a shard that is on the device only while a block is gathered.
         most: most that are gathered at once; 0 if the blocks do not come and go.
         unpacked: bytes of the layers' largest block while it is unpacked from a narrower message,
@@ -188,6 +200,7 @@ class Copies:
     rest: float = 0.0
     beside: float = 0.0
     message: float = 0.0
+    rearranged: float = 0.0
     visiting: float = 0.0
     most: float = 0.0
     unpacked: float = 0.0
@@ -199,8 +212,8 @@ class Copies:
         if not policy.splits_copy:
             return cls()
         ends, *layers = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
-        parts = (part.size for block in layers for part in block.parts(policy))
-        unpacked = policy.unpacking * max(parts, default=0)
+        sizes = (part.size for block in layers for part in block.parts(policy))
+        unpacked = policy.unpacking * max(sizes, default=0)
         ends_unpacked = policy.unpacking * ends.size
         by_program = layout.config.parallel.pipeline_max_unsharded_stages is not None
         if by_program or layout.alternates_within_stages:
@@ -211,9 +224,12 @@ class Copies:
             for layer in all_layers(model, stage)[: place + 1]
             if layer < model.num_layers or model.starts_prediction(layer)
         ]
-        experts, rest, before = 0.0, 0.0, 0.0
+        experts, rest, before, copied = 0.0, 0.0, 0.0, 0.0
         if numbers:
-            experts, rest = (part.copied(policy) for part in _parts(layout, numbers[-1], policy))
+            parts = _parts(layout, numbers[-1], policy)
+            experts, rest = (part.copied(policy) for part in parts)
+            own = parts[0 if experts else 1]
+            copied = policy.copy * sum(ShardPlace.first(layout).rearranged(own))
         if len(numbers) > 1 and policy.in_flight > 1 and several:
             before = _parts(layout, numbers[-2], policy)[1].copied(policy)
         message = rest if several else 0.0
@@ -225,6 +241,7 @@ class Copies:
             rest=rest,
             beside=before,
             message=message,
+            rearranged=copied,
             visiting=visiting_bytes(layout, stage, policy),
             most=gathered_bytes(layout, stage, policy),
             unpacked=unpacked,

@@ -256,18 +256,18 @@ def _worst_points(running: Acts, sizes: list[StageBytes]) -> list[ActPoint]:
 def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64]]:
     """Bytes held since before the running action, for every moment; negative for gradients that do
     not exist yet."""
-    kept, entry, loss, waiting, gradients, narrow = np.array(
-        [
-            (size.kept, size.entry, size.loss, size.waiting, size.gradients, size.narrow)
-            for size in own
-        ]
+    kept, entry, loss, gradients, narrow = np.array(
+        [(size.kept, size.entry, size.loss, size.gradients, size.narrow) for size in own]
     ).T
+    waiting = np.array([size.waiting for size in own])
+    added, more = np.array([size.with_dx for size in own]).T
+    with_dx = np.minimum(found.with_dx, 1) @ added + np.maximum(found.with_dx - 1, 0) @ more
     return {
         "gradients": -(found.unmade @ gradients),
         "activations": found.kept @ kept + found.inputs @ entry,
         "loss": found.kept @ loss,
-        "8-bit weights": 2 * narrow.sum() - found.unmade @ narrow,
-        "deferred weight gradients": found.waiting @ waiting,
+        "8-bit weights": 2 * narrow.sum() - found.only_forwards @ narrow,
+        "deferred weight gradients": found.waiting @ waiting + with_dx,
     }
 
 

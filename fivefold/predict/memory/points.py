@@ -61,7 +61,7 @@ def gathers(copies: Copies, start: ActPoint) -> Iterator[ActPoint]:
     yield ends._replace(resharded=copies.but("ends", "ends", "visiting"))
     if copies.ends_unpacked:
         yield ends._replace(working=copies.ends_unpacked, resharded=copies.but())
-    where, layer = "the gather of the last layer", ("rest", "experts", "message")
+    where, layer = "the gather of the last layer", ("rest", "experts", "message", "rearranged")
     yield start._replace(where=where, resharded=copies.but("ends", *layer, "visiting"))
     if copies.visiting and copies.beside:
         held = copies.but("ends", "rest", "experts", "beside", "visiting")

@@ -43,6 +43,8 @@ class StageBytes:
         loss: logits and other activations of the loss kept between forward and backward.
         entry: input of the stage alone.
         waiting: memory kept between B and W.
+        with_dx: the sums in which weight gradients that Bs make wait for the next W, and what this
+            needs more of several Bs than of one.
         moved: activations offloaded to host memory between forward and backward.
         gradients: weight gradients on the device that each step makes anew.
         narrow: weights in 8 bits that microbatches share, for one of the two products.
@@ -56,6 +58,7 @@ class StageBytes:
     loss: float
     entry: float
     waiting: float
+    with_dx: tuple[float, float]
     moved: float
     gradients: float
     narrow: float
@@ -78,11 +81,13 @@ def stage_bytes(
     waiting = sum(route.read) + tokens * deferred_by_ends(model, stage, running)
     kept = tokens * (whole.kept + total(ends).kept)
     hidden = running.element_bytes * model.hidden_size / running.token_parts
+    made, added = route.head_with_loss
     return StageBytes(
         kept=kept,
         loss=-route.gone,
         entry=0.0 if stage.embedding else tokens * hidden,
         waiting=waiting,
+        with_dx=(added + policy.gradient * sum(route.tiles_with_dx), added - made),
         moved=tokens * whole.offloaded,
         gradients=stage_gradients(layout, stage, policy),
         narrow=stage_narrow(layout, stage, policy),
@@ -110,7 +115,7 @@ class _Actions:
         policy = self.route.policy
         makes, backward = kind in (Kind.BW, Kind.W), kind not in (Kind.F, Kind.R)
         alike = policy.splits_gradient and policy.splits_copy  # the last one, with all others
-        copies = first and kind is Kind.BW and policy.step_weight > 0
+        copies = first and kind in (Kind.B, Kind.BW) and policy.step_weight > 0
         first = makes and first
         last = backward and last and bool(policy.reduces or policy.sent) and not alike
         return self._known(kind, light, first, last, copies)
@@ -193,10 +198,17 @@ class _Actions:
 
     def _only_dx(self, first: bool, last: bool) -> list[ActPoint]:
         route = self.route
-        end = ActPoint("the end", -self.kept, route.gone, waiting=self.waiting)
+        made, fresh = route.head_with_loss[0], route.policy.fresh
+        end = ActPoint("the end", -self.kept, route.gone, waiting=self.waiting, done=True)
+        end = end._replace(gradients=made + fresh * self._tiles_over(end))
         return [
             *(
-                point._replace(gradients=0.0, made=0.0, waiting=self._put_aside(point))
+                point._replace(
+                    gradients=made * (point.loss < 0 or point.gradients > 0)
+                    + fresh * self._tiles_over(point),
+                    made=0.0,
+                    waiting=self._put_aside(point),
+                )
                 for point in self._whole(first, last)
             ),
             end._replace(communication=route.messages[0]),
@@ -208,13 +220,22 @@ class _Actions:
                 "weight gradients",
                 gradients=point.gradients,
                 made=point.made,
-                waiting=-self._run(point),
+                waiting=-self._run(point) - self._taken(point),
                 communication=self.route.messages[0],
                 # Weight gradients need no weights: ZeRO-3 has freed what the backward gathered.
                 resharded=self.route.copies.but() or point.resharded,
             )
             for point in backward_points(self.route, first=first, last=last, deferred=True)
         ]
+
+    def _tiles_over(self, point: ActPoint) -> int:
+        """Elements of the MLPs in tiles of the layers that are over at a point."""
+        tiles = self.route.tiles_with_dx
+        return sum(tiles if point.done else tiles[len(tiles) - point.over :])
+
+    def _taken(self, point: ActPoint) -> float:
+        """Bytes of the sums made by Bs that a W has reduced at a point."""
+        return self.route.head_with_loss[1] + self.route.policy.gradient * self._tiles_over(point)
 
     def _coming_back(self, point: ActPoint) -> float:
         """Bytes of offloaded activations on the device at a point of a backward: those of the

@@ -16,6 +16,7 @@ from fivefold.predict.memory.passage import Copies
 from fivefold.predict.memory.sizes import (
     buffers,
     deferred_bytes,
+    tiled_weights,
 )
 
 
@@ -86,6 +87,25 @@ class StageSizes:
         return model.trains_all * entries * model.hidden_size
 
     @cached_property
+    def head_with_loss(self) -> tuple[float, float]:
+        """Bytes of the output layer's new gradient, and of its sum, where the loss makes it with
+        dX: it waits for the gradients that are deferred, with which it is reduced. Where several
+        do, it is the sum that is copied into the message; a single one is narrowed before."""
+        waits = self.policy.splits_gradient and self.running.memory.makes_logits_again
+        elements = waits * self.stage.head * self.vocabulary
+        return elements * self.policy.fresh, elements * self.policy.gradient
+
+    @cached_property
+    def tiles_with_dx(self) -> tuple[int, ...]:
+        """Trained elements of each layer's MLP in tiles, which makes weight gradients with dX: they
+        wait for the layer's deferred ones, with which they are reduced."""
+        waits = self.policy.splits_gradient
+        return tuple(
+            waits * sum(tiled_weights(self.layout, self.described(place), self.running_of(place)))
+            for place in range(len(self.numbers))
+        )
+
+    @cached_property
     def blocks(self) -> tuple[GatheredBlock, ...]:
         """Trained parameters: the ends of the stage, then each kind of layer with its count."""
         whole = self.policy.whole_embedding
@@ -122,12 +142,19 @@ class StageSizes:
     @cached_property
     def largest(self) -> frozenset[int]:
         """Places of layers with the most trained parameters: the first such layer of all, and of
-        those before any MTP module; and the last such layer between two others."""
+        those before any MTP module; the last such layer between two others; and that with the
+        most together with the layer that is gathered beside it."""
         sizes = [max(part.size for part in parts) for parts in self.parts]
         before = sizes[: min(self.predictions, default=0)] or sizes
         first = {each.index(max(each)) for each in (sizes, before)}
         between = range(len(sizes) - 2, 0, -1)
-        return frozenset(first | {max(between, key=sizes.__getitem__, default=0)})
+        places = first | {max(between, key=sizes.__getitem__, default=0)}
+        if self.policy.splits_copy and len(sizes) > 1:
+            both = [
+                size + rest.size for size, (_, rest) in zip(sizes[1:], self.parts, strict=False)
+            ]
+            places.add(1 + both.index(max(both)))
+        return frozenset(places)
 
     @cached_property
     def behind(self) -> Callable[[int], tuple[GatheredBlock, ...]]:
