@@ -6,7 +6,7 @@ until no bound is below the best time found, or the allowed work is used up. A l
 faster but does not fit is tried again with finer memory techniques.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -275,8 +275,7 @@ def smallest_layouts(request: Request) -> list[Candidate]:
 
 def smallest_of(space: Space, ranks: Ranks, cluster: Cluster) -> list[Candidate]:
     """The layouts that need the least memory of those with the lowest bounds on it, not timed."""
-    found = _least_bounds(space, ranks, cluster)
-    return sorted(found, key=lambda candidate: candidate.memory.shortage)[:SMALLEST]
+    return _smallest(_least_bounds(space, ranks, cluster))
 
 
 @lru_cache(maxsize=256)  # who explains a no asks for the same change more than once
@@ -288,7 +287,10 @@ def has_plan(request: Request) -> bool:
 
 def fitting_layouts(request: Request) -> list[Candidate]:
     """Those of `smallest_layouts` that fit."""
-    found = [each for each in _that_may_fit(request) if each.memory.fits]
+    return _smallest(each for each in _that_may_fit(request) if each.memory.fits)
+
+
+def _smallest(found: Iterable[Candidate]) -> list[Candidate]:
     return sorted(found, key=lambda candidate: candidate.memory.shortage)[:SMALLEST]
 
 

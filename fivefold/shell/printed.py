@@ -7,7 +7,7 @@ from pathlib import PurePath
 from types import MappingProxyType
 
 from fivefold.shell.sums import ShellSum
-from fivefold.shell.unknown import is_unknown, unknown_names
+from fivefold.shell.unknown import begins_unknown, is_unknown, unknown_names
 
 
 class Printed:
@@ -62,7 +62,7 @@ def answer(name: str, words: Sequence[str], given: str | None, folder: str) -> s
 def within(folder: str, path: str) -> str:
     """A path as it is from the root, if the working directory is `folder`; of a path that is not
     wholly known nothing is shortened."""
-    whole = path if path.startswith("/") or is_unknown(path[:1]) else f"{folder}/{path}"
+    whole = path if path.startswith("/") or begins_unknown(path) else f"{folder}/{path}"
     return whole if list(unknown_names(whole)) else os.path.normpath(whole)
 
 
@@ -126,6 +126,10 @@ def _numbers(words: Sequence[str]) -> str | None:
     return "".join(f"{number}\n" for number in every)
 
 
+def _same(words: Sequence[str], given: str) -> str | None:
+    return None if words else given
+
+
 def _computed(words: Sequence[str], given: str) -> str | None:
     """What `bc` prints of whole numbers."""
     lines = given.strip().split("\n")
@@ -161,5 +165,5 @@ _PRINTED: Mapping[str, Callable[[Sequence[str]], str | None]] = MappingProxyType
     }
 )
 _READERS: Mapping[str, Callable[[Sequence[str], str], str | None]] = MappingProxyType(
-    {"bc": _computed, "tr": _replaced, "wc": _counted}
+    {"bc": _computed, "cat": _same, "tr": _replaced, "wc": _counted}
 )

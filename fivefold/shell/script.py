@@ -149,9 +149,13 @@ class ShellScript:
 
     def _printed(self, text: str) -> str | None:
         """What the statements in $() print; None: nobody here knows."""
+        try:
+            block = parse(text)
+        except ConfigError:  # other programs' languages, and what is not read here
+            return None
         outer, doubts, before = self._output, self._doubts, self.variables.state()
         self._output, self._doubts = Printed(), []
-        self._block(parse(text))
+        self._block(block)
         told = self._output.text if self._output.known else None
         self._output, self._doubts = outer, doubts
         self.variables.put_back(before)
@@ -244,21 +248,24 @@ class ShellScript:
         return found
 
     def _command(self, words: Sequence[str], document: Token | None, into: str) -> bool:
+        if self._output and not words and not into:
+            return self._output.add(None)  # $(< FILE)
         own = [word for word in words[:1] if word.startswith("IFS=")]
         words = assigned(self.variables, self._expander, words)
         fields = self._expander.fields(words) if words else []
-        if fields and document:
-            separators = self._expander.text(own[0][4:]) if own else self.variables.get("IFS")
-            if (found := self._given(fields, document, separators)) is not None:
-                return found
-        if (printed := self._output) and into:
+        if not fields:
+            return True
+        printed = self._output
+        if printed and into:
             self._output = Printed()
-            found = self._call(fields) if fields else True
+        separators = self._expander.text(own[0][4:]) if own else self.variables.get("IFS")
+        found = self._given(fields, document, separators) if document else None
+        found = self._call(fields) if found is None else found
+        if printed and self._output and into:
             if into != "2" and (self._output.text or not self._output.known):
                 printed.add(None)
             self._output = printed
-            return found
-        return self._call(fields) if fields else True
+        return found
 
     def _given(self, fields: Sequence[str], document: Token, separators: str) -> bool | None:
         """Whether a command succeeds that is given a text; None: it has no use for it here."""
@@ -272,10 +279,7 @@ class ShellScript:
             return self.run(text)
         if name in ("read", "mapfile", "readarray"):
             return read_into(self.variables, name, rest, text, separators)
-        if self._output:
-            told = text if name == "cat" else answer(name, rest, text, "")
-            return self._output.add(told)
-        return None
+        return self._output.add(answer(name, rest, text, "")) if self._output else None
 
     def _call(self, fields: list[str]) -> bool:
         name, rest = fields[0], fields[1:]
@@ -346,7 +350,7 @@ _OWN: Mapping[str, Callable[[ShellScript, Sequence[str]], bool]] = MappingProxyT
         "continue": lambda script, words: script.loops.leave(words, goes_on=True),
         **dict.fromkeys(("return", ":", "true"), lambda *_: True),
         **dict.fromkeys(("cd", "pushd"), _change_folder),
-        "popd": lambda script, _: _change_folder(script, "-"),
+        "popd": lambda script, _: _change_folder(script, ("-",)),
         **dict.fromkeys(("false", "read", "getopts"), lambda *_: False),
         **dict.fromkeys(("shopt", "trap", "wait", "ulimit"), lambda *_: True),
     }

@@ -44,6 +44,11 @@ def is_unknown(text: str) -> bool:
     return bool(text) and not known_part(text)
 
 
+def begins_unknown(text: str) -> bool:
+    """Whether a text begins with an unknown part."""
+    return _MARK.match(text) is not None
+
+
 def readable(text: str) -> str:
     """A text for people, with unknown parts spelled as in the script."""
     return _MARK.sub(lambda mark: dollar(_shown(mark[1])), text)

@@ -236,6 +236,21 @@ def test_a_script_knows_where_it_lies(tmp_path: Path) -> None:
     assert here[1][5:] == ["$(hostname)", "$(echo $(date)/x | tr / -)"]
 
 
+@pytest.mark.parametrize(
+    ("word", "there"),
+    [
+        ("$(< hosts)", "$(< hosts)"),
+        ("$(cat << E > file\na\nE\n)", "$(cat << E > file\na\nE)"),
+        ("$(case x)", "$(case x)"),
+        ("$(cd $ELSEWHERE; pwd)/a", "$ELSEWHERE/a"),
+        ("$(cat << E | tr b c\nab\nE\n)", "ac"),
+    ],
+)
+def test_output_that_nobody_knows_is_not_taken_for_empty(word: str, there: str) -> None:
+    (command,) = read(f"launch {word}", PWD="/here").commands
+    assert readable(command[1]) == there
+
+
 def test_a_job_in_a_document_is_found() -> None:
     found = read("N=3\nsbatch <<EOF\n#SBATCH -N 2\nlaunch $N \\$M\nEOF\n").commands
     assert [[readable(each) for each in words] for words in found] == [["launch", "3", "$M"]]
