@@ -33,7 +33,7 @@ QUICK = replace(MODELS["gpt"], activation_func="quick_gelu")
 COMPILED_MODELS = {
     **MODELS,
     "llama tied, short": replace(MODELS["llama tied"], num_layers=2),
-    "gpt, short": replace(MODELS["gpt"], num_layers=1),
+    "gpt, short": replace(MODELS["gpt"], num_layers=2),
 }
 FULL = {"recompute_granularity": "full"}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -214,7 +214,7 @@ def _compiled(rank: int, world_size: int, settings: Config, folder: Path) -> tup
 
 
 def test_layers_stay_compiled_after_a_measured_step(pool: Pool, tmp_path: Path) -> None:
-    model = replace(MODELS["llama"], num_layers=1)
+    model = replace(MODELS["llama"], num_layers=2)
     settings = config(model, **flags(), **COMPILED, global_batch_size=2)
     ((before, after),) = pool.run(1, _compiled, settings, tmp_path)
     assert before == after > 0
