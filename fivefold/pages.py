@@ -27,7 +27,7 @@ FORWARD, FORWARD_LIGHT = "#3b75af", "#8fb8de"
 DX, DX_LIGHT = "#3a8f5c", "#93cca8"
 DX_AND_DW, DX_AND_DW_LIGHT = "#2b7f7a", "#8ac4c0"
 DW, DW_LIGHT = "#d9822b", "#f2c188"
-AGAIN, AGAIN_LIGHT = "#8a8a8a", "#c4c4c4"
+RECOMPUTED, RECOMPUTED_LIGHT = "#8a8a8a", "#c4c4c4"
 HELD = "#a48fc4"
 EXPERT = "#7a8b2f"
 RUN = INK
@@ -42,7 +42,7 @@ MEMORY: Mapping[str, str] = MappingProxyType(
         "optimizer": "#c9a227",
         "8-bit scales": EXPERT,
         "activations": HELD,
-        "recomputed": AGAIN,
+        "recomputed": RECOMPUTED,
         "loss": "#b5507a",
         "deferred weight gradients": DW,
         "working set": DW_LIGHT,
@@ -53,8 +53,8 @@ STEP: Mapping[str, str] = MappingProxyType(
     {
         "ideal": FORWARD,
         "kernel efficiency": FORWARD_LIGHT,
-        "recompute": AGAIN,
-        "offloading": AGAIN_LIGHT,
+        "recompute": RECOMPUTED,
+        "offloading": RECOMPUTED_LIGHT,
         "bubble": "#b5507a",
         "TP communication": "#d9822b",
         "CP communication": "#e39b52",

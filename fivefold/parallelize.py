@@ -247,7 +247,9 @@ def _install_memory(
             install_cross_entropy(stage, memory, groups.tp, sequence, of_ends)
     numbers = " ".join(map(str, memory.recompute_num_layers))
     if memory.recomputes_first_layers:
-        modules = f", {' '.join(memory.recompute_modules)} of each" * bool(memory.remade_modules)
+        modules = f", {' '.join(memory.recompute_modules)} of each" * bool(
+            memory.recomputed_modules
+        )
         log.info("recompute: the first %s layers of a stage%s", numbers, modules)
     elif memory.recompute_granularity == "selective":
         log.info("recompute: %s", ", ".join(memory.recompute_modules))

@@ -110,12 +110,12 @@ class MemoryConfig:
         return self.optimizer_cpu_offload or self.offload_optimizer_states
 
     @property
-    def makes_logits_again(self) -> bool:
+    def recomputes_logits(self) -> bool:
         """Whether the loss saves no logits, so that its backward recomputes them."""
         return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
 
     @property
-    def remade_modules(self) -> tuple[str, ...]:
+    def recomputed_modules(self) -> tuple[str, ...]:
         """Modules that selective recomputation recomputes somewhere; a2a_overlap_mlp stands for
         several."""
         if self.recompute_granularity != "selective":
@@ -126,9 +126,9 @@ class MemoryConfig:
         return tuple(dict.fromkeys(modules))
 
     @property
-    def remakes_mlp(self) -> bool:
+    def recomputes_mlp(self) -> bool:
         """Whether some dense MLP is recomputed."""
-        return self.recompute_granularity == "full" or "mlp" in self.remade_modules
+        return self.recompute_granularity == "full" or "mlp" in self.recomputed_modules
 
     def tile_of(self, tokens: int) -> int:
         """Tokens in each tile of a recomputed dense MLP; the last tile may be smaller."""
@@ -146,7 +146,7 @@ class MemoryConfig:
     @property
     def modules_of_halves(self) -> tuple[str, ...]:
         """Those modules that exist only where a forward and a backward are interleaved."""
-        return tuple(name for name in self.remade_modules if name.startswith("a2a_overlap"))
+        return tuple(name for name in self.recomputed_modules if name.startswith("a2a_overlap"))
 
     @property
     def moved_items(self) -> tuple[str, ...]:

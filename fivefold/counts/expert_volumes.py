@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.messages import Flow, wire_bytes
-from fivefold.counts.remade import remade_layers
+from fivefold.counts.recompute import recomputed_layers
 from fivefold.counts.routed import StepRows
 from fivefold.description.expert_rows import LayerRows, expected_rows, padded_rows
 from fivefold.description.kinds import layer_kind
@@ -74,12 +74,12 @@ def _forwards(layout: Layout, stage: int) -> dict[int, tuple[int, int]]:
     projection out of latents, shared experts, a dropout mask, a norm or another layer follow.
     """
     model, found = layout.config.model, {}
-    for layer, remade in remade_layers(layout, stage):
+    for layer, recompute in recomputed_layers(layout, stage):
         kind = layer_kind(model, layer)
-        repeated = remade.whole or "moe" in remade.modules
+        repeated = recompute.whole or "moe" in recompute.modules
         goes_on = bool(model.shared_ffn_size or model.moe_latent_size)
-        if remade.whole:
-            goes_on |= not remade.ends_group or describe(model, kind).keeps_end
+        if recompute.whole:
+            goes_on |= not recompute.ends_group or describe(model, kind).keeps_end
         if kind.experts:
             found[layer] = 1 + repeated, 1 + (repeated and goes_on)
     return found

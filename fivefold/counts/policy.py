@@ -51,8 +51,8 @@ class StatePolicy:
         on_disk: whether these masters and moments lie on a disk instead.
         away: whether the weights of these parameters are on the device for their gathers only.
         away_on_disk: whether such weights lie on a disk, not in host memory.
-        remade: whether each step makes gradients anew, and keeps them on the device: there are none
-            before the first backward.
+        frees_gradients: whether gradients on the device are freed after each step, so that there
+            are none before the first backward.
         step_weight: bytes of a weight that 8-bit linear layers keep for the microbatches of a step,
             once for the results and once for the gradients of inputs; 0 if they do not.
         muon: whether only what is no matrix of a layer has a second moment, which `moments` leaves
@@ -90,7 +90,7 @@ class StatePolicy:
     on_disk: bool = False
     away: bool = False
     away_on_disk: bool = False
-    remade: bool = False
+    frees_gradients: bool = False
     step_weight: float = 0.0
     muon: bool = False
     once: bool = False
@@ -150,14 +150,14 @@ def engine_policy(config: Config, *, alone: bool = False) -> StatePolicy:
         away=memory.param_cpu_offload,
         away_on_disk=memory.param_offload_path is not None,
         muon=muon,
-        remade=(copy > 0 or alone) and not (offloaded and sharding.splits_gradients),
+        frees_gradients=(copy > 0 or alone) and not (offloaded and sharding.splits_gradients),
     )
 
 
 def layout_policy(layout: Layout) -> StatePolicy:
     """Fivefold's policy for a layout, which with one backward in a step needs less.
 
-    FSDP2 makes gradients anew in each step. ZeRO-1 then reduces each block at once, as ZeRO-2 does,
+    FSDP2 frees gradients after each step. ZeRO-1 then reduces each block at once, as ZeRO-2 does,
     and no whole gradients are kept. Replicated ranks' are made in their messages, unless autograd
     adds them, which first makes of those in bf16 others as wide as their sum. So it does on a rank
     alone, which makes its sums anew, too.
@@ -186,8 +186,10 @@ def alone_in_step(config: Config, policy: StatePolicy) -> StatePolicy:
     if not policy.copy or not (policy.splits_gradient or config.parallel.overlap_grad_reduce):
         return policy
     leaves = policy.offloaded and policy.splits_optimizer  # gradients leave as they are reduced
-    remade = policy.remade and not leaves
-    return replace(policy, once=True, splits_gradient=policy.splits_optimizer, remade=remade)
+    frees = policy.frees_gradients and not leaves
+    return replace(
+        policy, once=True, splits_gradient=policy.splits_optimizer, frees_gradients=frees
+    )
 
 
 def saved_bytes(config: Config) -> float:

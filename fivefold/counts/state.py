@@ -164,14 +164,16 @@ def stage_gradients(layout: Layout, stage: StageParts, policy: StatePolicy) -> f
     blocks = stage_blocks(layout, stage, trained=True, whole_embedding=whole)
     if policy.splits_gradient:
         return sum(block.count * kept_reduced(layout, block, policy) for block in blocks)
-    return policy.remade * policy.gradient * sum(block.count * block.size for block in blocks)
+    return (
+        policy.frees_gradients * policy.gradient * sum(block.count * block.size for block in blocks)
+    )
 
 
 def kept_reduced(layout: Layout, block: GatheredBlock, policy: StatePolicy) -> float:
     """Bytes of a block's gradients that were made anew, on the device after their reduction."""
     if policy.offloaded == 1:
         block = with_replicas(layout, block)
-    elif not policy.remade:
+    elif not policy.frees_gradients:
         return 0.0
     return policy.gradient * ShardPlace.first(layout).held(block)
 

@@ -47,7 +47,7 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
             _install_block(layer, (), tiles)
         return
     for place, layer in placed_layers(stage):
-        if modules := memory.of_layer(place).remade_modules:
+        if modules := memory.of_layer(place).recomputed_modules:
             _install_modules(layer, modules, tiles)
 
 

@@ -239,7 +239,7 @@ def test_what_is_made_again_is_not_offloaded_besides() -> None:
         )
     )
     assert [line for line in found.lost if "offload" in line] == [
-        "offload_modules qkv_linear: recompute_modules layernorm makes again what they would move"
+        "offload_modules qkv_linear: recompute_modules layernorm recomputes what they would move"
     ]
     assert list(found.values["offload_modules"]) == ["attn_norm", "mlp_norm"]
     check(read_config(**found.values), 16)

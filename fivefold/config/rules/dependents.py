@@ -177,7 +177,7 @@ DEPENDENTS = (
     Dependents(
         ("tiled_mlp_num_shards",),
         "recompute_granularity",
-        lambda c: c.memory.remakes_mlp,
+        lambda c: c.memory.recomputes_mlp,
         "is for dense MLPs that are recomputed",
         ("--recompute-granularity selective --recompute-modules core_attn mlp",),
     ),

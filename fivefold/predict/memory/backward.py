@@ -10,7 +10,7 @@ from fivefold.description.activations import loss_bytes, loss_gradient_bytes, to
 from fivefold.predict.memory.passage import Change, Passage
 from fivefold.predict.memory.points import ActPoint, gathers
 from fivefold.predict.memory.route import Route
-from fivefold.predict.memory.sizes import remade_at_once
+from fivefold.predict.memory.sizes import recomputed_at_once
 
 
 def backward_points(
@@ -50,7 +50,7 @@ class _NewGradients:
         route = self.route
         if self.passage.deferred and route.head_with_loss[0]:
             return 0.0  # it exists already
-        fused = route.running.memory.makes_logits_again
+        fused = route.running.memory.recomputes_logits
         fresh = route.policy.fresh if fused else self.passage.fresh
         return route.stage.head * route.vocabulary * fresh
 
@@ -150,8 +150,8 @@ class _Walk:
         yield from (point, activated)
         if route.reruns_experts:
             again = ActPoint("the experts of the last layer, run again", loss=point.loss)
-            remade = route.tokens * remade_at_once(route.running, route.layers)
-            again = again._replace(remade=remade, communication=route.messages[3])
+            recomputed = route.tokens * recomputed_at_once(route.running, route.layers)
+            again = again._replace(recomputed=recomputed, communication=route.messages[3])
             yield again._replace(gradients=self._new.waiting, resharded=point.resharded)
         for place, inside in route.states:
             own, experts = route.own_until_states(place), route.parts[place][0]
@@ -224,7 +224,7 @@ class _Walk:
             done = (*done, experts)
         end = point._replace(
             where=f"the end of {name}",
-            remade=0.0,
+            recomputed=0.0,
             working=0.0,
             activations=-behind - route.kept[place],
             over=over + 1,
@@ -294,16 +294,16 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
     """
     model, running, tokens = route.layout.config.model, route.running, route.tokens
     loss = loss_bytes(model, running)
-    fused = running.memory.makes_logits_again
+    fused = running.memory.recomputes_logits
     dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
     if fused:  # the gradient summed over slices of the vocabulary
         dx += max(running.element_bytes, 4) * model.hidden_size
-    busy, dx = tokens * total(loss).remade, tokens * dx
+    busy, dx = tokens * total(loss).recomputed, tokens * dx
     gathered, messages = route.copies.but("ends", "rest"), route.messages[0]
     alone = ActPoint("the loss", working=busy, communication=messages, resharded=gathered)
     head = alone._replace(where="the output layer", gradients=of_head)
     if running.narrow_loss:
-        half = tokens * loss["logits"].remade / 2
+        half = tokens * loss["logits"].recomputed / 2
         yield alone
         yield head._replace(working=busy + dx - half, loss=-half)
     elif running.others or fused:

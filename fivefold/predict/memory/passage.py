@@ -55,14 +55,14 @@ class Passage:
     @property
     def anew(self) -> bool:
         """Whether it makes the first gradients of a stage whose gradients each step makes anew."""
-        return self.first and self.policy.remade
+        return self.first and self.policy.frees_gradients
 
     @property
     def fresh(self) -> float:
         """Bytes of a new gradient of a linear layer, and of the wider one that a rank alone keeps;
         0 if it is made in the sum, or added to it."""
         layout, policy = self.layout, self.policy
-        adds = policy.remade and not (policy.splits_gradient or self.first)
+        adds = policy.frees_gradients and not (policy.splits_gradient or self.first)
         adds = adds and layout.owns_linears and layout.fuses_accumulation
         if adds or policy.in_place:
             return 0.0
@@ -158,7 +158,7 @@ class Passage:
         policy = self.policy
         if policy.splits_gradient:
             return self._reduced(done) if self.first else 0.0
-        if not policy.remade:
+        if not policy.frees_gradients:
             return self.sent * sum(block.count * block.size for block in done)
         whole = now = policy.gradient * sum(block.count * block.size for block in done)
         if self.reduces and policy.splits_optimizer:

@@ -232,7 +232,7 @@ def _rank_peak(
             "gathered weights" if gathered[number] else "weights": point.resharded,
             "activations": point.activations,
             "8-bit weights": point.narrow,
-            "recomputed": point.remade,
+            "recomputed": point.recomputed,
             "loss": point.loss,
             "deferred weight gradients": point.waiting,
             "working set": point.working,

@@ -13,7 +13,7 @@ class ActPoint(NamedTuple):
         where: description of the point.
         activations: kept activations freed by then (negative).
         loss: memory of the loss freed by then (negative).
-        remade: recomputed activations.
+        recomputed: recomputed activations.
         working: gradients of activations, and intermediate results of the loss.
         gradients: weight gradients that are not yet accumulated.
         made: accumulated ones of a stage that had none before, or less than none where whole sums
@@ -30,7 +30,7 @@ class ActPoint(NamedTuple):
     where: str
     activations: float = 0.0
     loss: float = 0.0
-    remade: float = 0.0
+    recomputed: float = 0.0
     working: float = 0.0
     gradients: float = 0.0
     made: float = 0.0
@@ -46,7 +46,7 @@ class ActPoint(NamedTuple):
     def size(self) -> float:
         """The sum of all parts, in bytes."""
         freed = self.activations + self.loss + self.resharded
-        needed = self.remade + self.working + self.gradients + self.made + self.waiting
+        needed = self.recomputed + self.working + self.gradients + self.made + self.waiting
         return freed + needed + self.narrow + self.communication
 
 

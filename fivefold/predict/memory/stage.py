@@ -164,7 +164,7 @@ class _Actions:
         route, points = self.route, []
         if route.stage.head:
             loss = total(loss_bytes(route.layout.config.model, route.running))
-            working = route.tokens * loss.remade + self._moving
+            working = route.tokens * loss.recomputed + self._moving
             gathered = route.copies.but("ends", "message")
             points.append(ActPoint("the loss", working=working, resharded=gathered))
         if route.policy.splits_copy:

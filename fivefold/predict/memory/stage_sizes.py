@@ -91,7 +91,7 @@ class StageSizes:
         """Bytes of the output layer's new gradient, and of its sum, where the loss makes it with
         dX: it waits for the gradients that are deferred, with which it is reduced. Where several
         do, it is the sum that is copied into the message; a single one is narrowed before."""
-        waits = self.policy.splits_gradient and self.running.memory.makes_logits_again
+        waits = self.policy.splits_gradient and self.running.memory.recomputes_logits
         elements = waits * self.stage.head * self.vocabulary
         return elements * self.policy.fresh, elements * self.policy.gradient
 

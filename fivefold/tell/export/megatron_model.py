@@ -168,7 +168,7 @@ def _lost_of_sparse(layout: Layout) -> Iterator[str]:
         yield "its indexer reads the query latent before its norm, which scores here are made of"
     if layout.config.data.reset_attention_mask:
         yield "its dsa attends to earlier documents, whatever reset_attention_mask says"
-    if "core_attn" in layout.config.memory.remade_modules:
+    if "core_attn" in layout.config.memory.recomputed_modules:
         yield "its dsa cannot recompute core_attn: that gives an indexer no hidden states"
 
 
