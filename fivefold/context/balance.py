@@ -43,11 +43,11 @@ def balanced(sight: Sight, parts: int) -> tuple[tuple[Span, ...], ...]:
     while per_rank <= MOST_CHUNKS and length % (per_rank * parts) == 0:
         size = length // (per_rank * parts)
         chunks = [(start, start + size) for start in range(0, length, size)]
-        dealt = _deal([sight.area(chunk) for chunk in chunks], parts, per_rank)
-        areas = [sum(sight.area(chunks[i]) for i in own) for own in dealt]
+        assigned = _assignment([sight.area(chunk) for chunk in chunks], parts, per_rank)
+        areas = [sum(sight.area(chunks[i]) for i in own) for own in assigned]
         excess = max(areas) * parts / sum(areas)
         if excess < least:
-            best = tuple(tuple(chunks[i] for i in sorted(own)) for own in dealt)
+            best = tuple(tuple(chunks[i] for i in sorted(own)) for own in assigned)
             least = excess
         if excess <= IMBALANCE:
             break
@@ -55,13 +55,13 @@ def balanced(sight: Sight, parts: int) -> tuple[tuple[Span, ...], ...]:
     return best
 
 
-def _deal(areas: Sequence[int], parts: int, each: int) -> list[list[int]]:
+def _assignment(areas: Sequence[int], parts: int, each: int) -> list[list[int]]:
     """Assign `each` areas to every part: largest first, to the part with the least area so far."""
-    dealt: list[list[int]] = [[] for _ in range(parts)]
+    assigned: list[list[int]] = [[] for _ in range(parts)]
     sums = [0] * parts
     for index in sorted(range(len(areas)), key=lambda i: (-areas[i], i)):
-        open_parts = [part for part in range(parts) if len(dealt[part]) < each]
+        open_parts = [part for part in range(parts) if len(assigned[part]) < each]
         part = min(open_parts, key=lambda p: (sums[p], p))
-        dealt[part].append(index)
+        assigned[part].append(index)
         sums[part] += areas[index]
-    return dealt
+    return assigned

@@ -36,7 +36,7 @@ class MegatronTraining:
         counted_samples: samples that count for its learning rate; None: not told.
         batch: samples of a step; None: not told.
         seq_length: tokens of a sample; None: not told.
-        loss_scale: the loss scale that it had found by trial; None: it had none.
+        loss_scale: its dynamic loss scale; None: it had none.
     """
 
     step: int

@@ -187,7 +187,7 @@ class Running:
         return self.rows(experts) / self.expert_tensor_parallel
 
     def narrows(self, *unless: str) -> bool:
-        """Whether a linear layer keeps its input in 8 bits: not if one of `unless` is recomputed."""
+        """Whether a linear keeps its input in 8 bits: not if a module of `unless` is recomputed."""
         return self.input_bytes < self.element_bytes and not {*unless} & {*self.recomputed}
 
     def input_size(self, *unless: str) -> float:

@@ -227,7 +227,7 @@ def _loss_scale(said: Settings) -> dict[str, Any]:
         return {"enabled": True, "loss_scale": constant}
     return {
         "enabled": True,
-        "loss_scale": 0,  # found by trial
+        "loss_scale": 0,  # dynamic
         "initial_scale_power": round(math.log2(said["initial_loss_scale"])),
         "loss_scale_window": said["loss_scale_window"],
         "hysteresis": said["hysteresis"],

@@ -38,7 +38,7 @@ class SavedState:
         model: fields of the model's `ModelConfig`.
         seq_length: tokens per sample.
         losses: the latest losses, oldest first, where spikes are looked for.
-        loss_scale: the loss scale that was found by trial, in fp16.
+        loss_scale: the dynamic loss scale, in fp16.
         skipped: steps done that only consumed their data, as `iterations_to_skip` has them.
     """
 
