@@ -65,7 +65,7 @@ class ParallelModel:
             self.offloaded.follow(
                 block
                 for stage, backward in passes(acts)
-                for block in self.gradients[stage].away(backward=backward, further=further)
+                for block in self.gradients[stage].offloaded(backward=backward, further=further)
             )
         for gradients in self.gradients.values():
             gradients.before_run(trains=not program.forward_only)

@@ -94,14 +94,15 @@ def _saved(model: ModelConfig, kind: LayerKind, running: Running) -> Mapping[str
         if item.held_by:
             recomputed = set(running.recomputed) & set(item.recomputed_by)
             if item.module in moved and item.held_by not in moved and not recomputed:
-                away = _away(item, running)
-                rest = away / memory.activation_offload_fraction - away  # held by nothing else
-                saved[item.name] = Saved(kept=rest, offloaded=away)
+                offloaded = _offloaded(item, running)
+                # The rest is held by nothing else.
+                rest = offloaded / memory.activation_offload_fraction - offloaded
+                saved[item.name] = Saved(kept=rest, offloaded=offloaded)
         elif set(running.recomputed) & set(item.recomputed_by):
             saved[item.name] = Saved(recomputed=_recomputed(item, running))
         else:
-            away = _away(item, running) if item.module in moved else 0.0
-            saved[item.name] = Saved(kept=item.size - away, offloaded=away)
+            offloaded = _offloaded(item, running) if item.module in moved else 0.0
+            saved[item.name] = Saved(kept=item.size - offloaded, offloaded=offloaded)
     return MappingProxyType(saved)
 
 
@@ -114,8 +115,8 @@ def _saved_by_recomputation(
     if starts_group:
         size = running.element_bytes * model.hidden_size / running.token_parts
         moves = "layer_input" in running.memory.moved_items
-        away = _away(Kept("layer_input", (size,)), running) if moves else 0.0
-        saved["layer_input"] = Saved(kept=size - away, offloaded=away)
+        offloaded = _offloaded(Kept("layer_input", (size,)), running) if moves else 0.0
+        saved["layer_input"] = Saved(kept=size - offloaded, offloaded=offloaded)
     for item in _kept_items(model, kind, running):
         if not item.held_by:
             recomputed = Saved(recomputed=_recomputed(item, running))
@@ -197,7 +198,7 @@ def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict
     moves = (
         "layer_input" in moved if again else any(item.module in moved for item in first.kept(own))
     )
-    moves = moves and _away(Kept("entry", (size,)), running) > 0
+    moves = moves and _offloaded(Kept("entry", (size,)), running) > 0
     return {"entry": Saved(kept=size)} if moves else {}
 
 
@@ -359,7 +360,7 @@ def _recomputed(item: Kept, running: Running) -> float:
     return item.size * share_at_once(running, item.recomputed_by)
 
 
-def _away(item: Kept, running: Running) -> float:
+def _offloaded(item: Kept, running: Running) -> float:
     """Bytes per token of an item's tensors that are offloaded, those that are large enough."""
     least = running.memory.min_offloaded_tensor_size / running.microbatch_tokens
     large = sum(tensor for tensor in item.tensors if tensor >= least)

@@ -247,7 +247,7 @@ class _Copy:
         self._link, self._size = host.link, len(flat)
         goes = ceil(host.share * len(flat))
         self._rest = flat[goes:].clone()
-        self._kept, self._mark = host.link.out(flat[:goes])
+        self._kept, self._event = host.link.to_host(flat[:goes])
         self._fetched: Tensor | None = None
 
     def fetch(self) -> None:
@@ -257,13 +257,13 @@ class _Copy:
             self._fetched[len(self._kept) :] = self._rest
             self._rest = self._rest[:0].clone()  # frees it
             onto = self._fetched[: len(self._kept)]
-            self._mark = self._link.back(self._kept, onto, after=self._mark)
+            self._event = self._link.to_device(self._kept, onto, after=self._event)
 
     def take(self) -> Tensor:
         """The flat tensor on the device."""
         self.fetch()
         assert self._fetched is not None
-        self._link.wait(self._mark)
+        self._link.wait(self._event)
         return self._fetched
 
 

@@ -23,7 +23,11 @@ from fivefold.pipeline.schedules.registry import with_copies
 from fivefold.pipeline.split.stages import StageSpec
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.data_parallel.muon import orthogonalising_seconds
-from fivefold.predict.data_parallel.once import UNKNOWN, Once, sent_once
+from fivefold.predict.data_parallel.per_step import (
+    UNKNOWN,
+    PerStepCommunication,
+    per_step_communication,
+)
 from fivefold.predict.data_parallel.transfers import Moves, data_groups, exposed, moves
 from fivefold.predict.data_parallel.update import (
     bringing_seconds,
@@ -78,7 +82,7 @@ def predict_all(
         _Predictor(each, cluster, software or Software(), times_cache) for each in layouts
     ]
     costs = [[each.costs, replace(each.costs, hop=0.0)] for each in predictors]
-    walked = _walk([each.clock for each in predictors], costs, [[p.once] for p in predictors])
+    walked = _walk([each.clock for each in predictors], costs, [[p.per_step] for p in predictors])
     return [
         each.prediction(whole, still, longer)
         for each, ((whole, still), (longer,)) in zip(predictors, walked, strict=True)
@@ -101,16 +105,18 @@ def program_times(
         times_cache: times to share with other layouts, as `LayerTimes` takes them.
     """
     predictors = [_Predictor(each, cluster, Software(), times_cache) for each in layouts]
-    once = [
+    per_step = [
         [each.sent(sharding, moves, update=UNKNOWN) for sharding, moves in others]
         for each, others in zip(predictors, sent, strict=True)
     ]
-    walked = _walk([p.clock for p in predictors], [[p.costs] for p in predictors], once)
+    walked = _walk([p.clock for p in predictors], [[p.costs] for p in predictors], per_step)
     return [(seconds, longer) for (seconds,), longer in walked]
 
 
 def _walk(
-    clocks: Sequence[Clock], costs: Sequence[Sequence[Costs]], once: Sequence[Sequence[Once]]
+    clocks: Sequence[Clock],
+    costs: Sequence[Sequence[Costs]],
+    per_step: Sequence[Sequence[PerStepCommunication]],
 ) -> list[tuple[list[float], list[float]]]:
     """Seconds of each layout's program for each of its costs, and by how much each option of
     communication once a step lengthens it, with the first costs; layouts with equal programs share
@@ -121,10 +127,10 @@ def _walk(
     found: list[tuple[list[float], list[float]]] = [([], [])] * len(clocks)
     for clock, numbers in alike.items():
         starts = accumulate((len(costs[number]) for number in numbers), initial=0)
-        sent = [(of, each) for of, n in zip(starts, numbers, strict=False) for each in once[n]]
+        sent = [(of, each) for of, n in zip(starts, numbers, strict=False) for each in per_step[n]]
         told, more = map(iter, clock.walk([each for n in numbers for each in costs[n]], sent))
         for n in numbers:
-            found[n] = [*islice(told, len(costs[n]))], [*islice(more, len(once[n]))]
+            found[n] = [*islice(told, len(costs[n]))], [*islice(more, len(per_step[n]))]
     return found
 
 
@@ -180,7 +186,7 @@ class _Predictor:
 
     def _brought(self, work: Phases, spec: StageParts) -> Phases:
         """Seconds by which copies of offloaded weights arrive after `work` has ended."""
-        if not self.policy.away:
+        if not self.policy.offloads_weights:
             return Phases()
         shard, expert = data_groups(self.layout, self.cluster)
         parameters = sum(
@@ -264,13 +270,15 @@ class _Predictor:
         return replace(costs, fb=pairs)
 
     @cached_property
-    def once(self) -> Once:
+    def per_step(self) -> PerStepCommunication:
         """Communication once a step."""
         parts = zip(self.kinds, self.layout.split.stages, strict=True)
         each = [self._moves(kind, spec) for kind, spec in parts]
         return self.sent(self._sharding, each, self._optimizer[0])
 
-    def sent(self, sharding: Sharding, moves: Sequence[Moves], update: float) -> Once:
+    def sent(
+        self, sharding: Sharding, moves: Sequence[Moves], update: float
+    ) -> PerStepCommunication:
         """Communication once a step of a strategy, given each stage's transfers and the update's
         time."""
         slices, split = self.parallel.num_sequence_slices, self.layout.split
@@ -280,7 +288,9 @@ class _Predictor:
         ]
         placement = with_copies(split.placement, self.layout.num_copies)
         gpu, by_block = self.cluster.gpu, self.software.gathers_by_block
-        return sent_once(gpu, self.parallel, sharding, stages, placement, update, by_block)
+        return per_step_communication(
+            gpu, self.parallel, sharding, stages, placement, update, by_block
+        )
 
     @cached_property
     def _optimizer(self) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from fivefold.predict.times.layer import TimesCache
 from fivefold.search.bound_tables import module_counts, stage_kinds
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.columns import Column
-from fivefold.search.once_bound import MANY, in_buckets
+from fivefold.search.per_step_bound import MANY, in_buckets
 from fivefold.search.request import Request
 from fivefold.search.space import SHARDINGS, Space
 from fivefold.search.time_bound import TIMING, TimeBound

@@ -132,9 +132,9 @@ def _parameter_bytes(config: Config, *, trained: bool) -> Values:
     for number, alone in product(range(len(SHARDINGS)), (False, True)):
         asked = config.with_values(data_parallel_sharding_strategy=SHARDINGS[number].name)
         policy, (whole, split) = engine_policy(asked, alone=alone), found[..., int(alone), number]
-        away = ceil(policy.offloaded)  # a share is rounded up to whole layers
-        here = 1 - away
-        lasting = policy.masters(here, away, 0) + here * policy.moments
+        off_device = ceil(policy.offloaded)  # a share is rounded up to whole layers
+        here = 1 - off_device
+        lasting = policy.masters(here, off_device, 0) + here * policy.moments
         if not trained:
             lasting, policy = policy.masters(0, 0, 1), replace(policy, gradient=0.0)
         (split if policy.splits_optimizer else whole)[0] += lasting

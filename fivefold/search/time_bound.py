@@ -36,7 +36,7 @@ from fivefold.search.bound_tables import (
     sample_layers,
 )
 from fivefold.search.columns import Column
-from fivefold.search.once_bound import Loads
+from fivefold.search.per_step_bound import Loads
 from fivefold.search.space import Space
 
 

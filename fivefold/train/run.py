@@ -34,8 +34,8 @@ from fivefold.train.folder.lock import FolderInUse, RunLock, claim
 from fivefold.train.folder.origin import Origin, find_origin, is_finished
 from fivefold.train.folder.run_folder import CHECKPOINTS, RunFolder, new_run_path
 from fivefold.train.folder.side_files import keep_side_files
+from fivefold.train.health.stack_sampler import mark_work
 from fivefold.train.health.watchdog import Watchdog
-from fivefold.train.health.witness import mark_work
 from fivefold.train.loop import Trainer
 from fivefold.train.machine.cuda_environment import keep_flight_record
 from fivefold.train.machine.devices import (

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from fivefold.pipeline.ir import Act, Direction, Kind, Message
 from fivefold.train.health import watchdog as watchdog_
 from fivefold.train.health.activity import Activity
+from fivefold.train.health.stack_sampler import Answer
 from fivefold.train.health.watchdog import Watchdog
-from fivefold.train.health.witness import Answer
 from fivefold.train.ranks.rank_env import RankEnv
 
 SECONDS = 0.4

@@ -14,7 +14,7 @@ from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
 from fivefold.counts.policy import StatePolicy
 from fivefold.counts.shards import ShardPlace, num_expert_shards, num_shards
-from fivefold.counts.state import gathered_bytes, kept_reduced, visiting_bytes, with_replicas
+from fivefold.counts.state import fetched_shard_bytes, gathered_bytes, kept_reduced, with_replicas
 from fivefold.description.shape import StageParts, all_layers
 from fivefold.layout import Layout
 
@@ -242,7 +242,7 @@ class Copies:
             beside=before,
             message=message,
             rearranged=copied,
-            visiting=visiting_bytes(layout, stage, policy),
+            visiting=fetched_shard_bytes(layout, stage, policy),
             most=gathered_bytes(layout, stage, policy),
             unpacked=unpacked,
             ends_unpacked=ends_unpacked,

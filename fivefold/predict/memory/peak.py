@@ -198,7 +198,7 @@ def _rank_peak(
     always = {
         "weights": state.weights,
         "gradients": state.gradients,
-        "optimizer": state.optimizer + state.rooms,
+        "optimizer": state.optimizer + state.update_buffers,
     }
     if state.scales:
         always["8-bit scales"] = state.scales

@@ -15,16 +15,16 @@ from typing import Self
 import torch.distributed as dist
 
 from fivefold.files import write_atomic
-from fivefold.train.health.roll_call import (
+from fivefold.train.health.rank_status import (
     Suspect,
+    ask_ranks,
     await_answers,
-    call,
     connect,
     find_suspect,
     key,
     process_of,
 )
-from fivefold.train.health.witness import Answer, Witness
+from fivefold.train.health.stack_sampler import RankStatus, StackSampler
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.units import human_seconds, ranks_named, several
 
@@ -48,7 +48,7 @@ class Watchdog:
     ) -> None:
         self._env, self._activity = env, env.activity
         self._seconds, self._name, self._ends, self._folder = seconds, name, ends, folder
-        self._witness = Witness(env.activity)
+        self._sampler = StackSampler(env.activity)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -124,11 +124,11 @@ class Watchdog:
         """
         headline, suspect = self._headline, None
         if store is None:
-            given = {0: self._witness.look()}
+            given = {0: self._sampler.sample()}
             waits = not given[0].moves
         else:
             ranks = range(self._env.world_size)
-            question = call(store, self._env.world_size)
+            question = ask_ranks(store, self._env.world_size)
             processes = {rank: process_of(store, rank) for rank in ranks}
             given = await_answers(store, processes, question, self._ended.wait)
             waits = len(given) < len(ranks) or any(answer.waits for answer in given.values())
@@ -140,7 +140,9 @@ class Watchdog:
             self._say(self._message(headline, given, suspect))
         return True, moves
 
-    def _message(self, headline: str, given: Mapping[int, Answer], suspect: Suspect | None) -> str:
+    def _message(
+        self, headline: str, given: Mapping[int, RankStatus], suspect: Suspect | None
+    ) -> str:
         if suspect is not None:
             cause = f"{self._name(suspect.rank)} {suspect.cause}"
         elif self._env.world_size > 1:
@@ -159,7 +161,7 @@ class Watchdog:
             lines.append(f"stacks of every rank: {path}")
         return "\n  ".join([*lines, f"the run waits until {self._ends} ends it"])
 
-    def _keep(self, lines: list[str], given: Mapping[int, Answer]) -> Path | None:
+    def _keep(self, lines: list[str], given: Mapping[int, RankStatus]) -> Path | None:
         """Write the stacks of ranks; None if that fails."""
         stacks = [
             f"{self._name(rank)}: {a.doing}, for {human_seconds(a.idle)}\n{a.stack}"

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fivefold.errors import Mistake, PlaceError
-from fivefold.train.health.roll_call import key
+from fivefold.train.health.rank_status import key
 from fivefold.train.ranks.fresh_store import answers_at, connected, keeps_store
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.units import human_seconds, ranks_named

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from fivefold.errors import FivefoldError
 from fivefold.files import telling_system_errors
-from fivefold.train.health.roll_call import (
-    RollCall,
+from fivefold.train.health.rank_status import (
+    StatusResponder,
     answers,
-    call,
+    ask_ranks,
     connect,
     find_suspect,
     key,
@@ -53,7 +53,7 @@ def run_started(
     leave_at_once()
     check_place(env)
     failure: Failure | None = None
-    with RollCall(env):
+    with StatusResponder(env):
         try:
             with telling_system_errors(FivefoldError):
                 status = worker(env) or 0
@@ -129,7 +129,7 @@ def _ask(
         _await(store, TOLD, 2 * SEARCH_SECONDS)
         return
     ranks = range(env.world_size)
-    question = call(store, env.world_size)
+    question = ask_ranks(store, env.world_size)
     if _await(store, CAUSE, SEARCH_SECONDS):
         return
     waited = {r: key("waited", r) for r in ranks}
