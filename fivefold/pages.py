@@ -146,17 +146,17 @@ def row(name: str, track: Iterable[str], value: str) -> str:
     )
 
 
-def bar(start: float, length: float, colour: str, told: str) -> str:
+def bar(start: float, length: float, colour: str, title: str) -> str:
     """A bar on a track; `start` and `length` are shares of the track's width, 0 to 1."""
     return (
         f'<i style="left:{start:.3%};width:{length:.3%};background:{colour}" '
-        f'title="{escape(told)}"></i>'
+        f'title="{escape(title)}"></i>'
     )
 
 
-def mark(at: float, told: str, *, hard: bool) -> str:
+def mark(at: float, title: str, *, hard: bool) -> str:
     """A line across a track, at a share of its width."""
-    return f'<i class="mark{" hard" * hard}" style="left:{at:.3%}" title="{escape(told)}"></i>'
+    return f'<i class="mark{" hard" * hard}" style="left:{at:.3%}" title="{escape(title)}"></i>'
 
 
 def legend(colours: Mapping[str, str], marks: Mapping[str, bool]) -> str:

@@ -199,9 +199,9 @@ def _compare(
 def _sent(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
     # Every cp_comm_type but a2a sends only visible keys.
     by_sight = any(kind != "a2a" for kind in layout.config.parallel.cp_comm_type)
-    told = {}
+    unjudged = {}
     if by_sight and any(record.any_packed for _, record in pairs):
-        told["cp"] = (
+        unjudged["cp"] = (
             "reported, not judged: the formula assumes whole rows, but keys of documents that no "
             "query of another rank sees are not sent"
         )
@@ -210,8 +210,8 @@ def _sent(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
             f"sent over {axis}",
             pairs,
             partial(_sent_over, axis),
-            note=told.get(axis, "a collective more or less than the closed forms know"),
-            judged=axis not in told,
+            note=unjudged.get(axis, "a collective more or less than the closed forms know"),
+            judged=axis not in unjudged,
         )
 
 
@@ -270,7 +270,7 @@ def _products(layout: Layout, pairs: Pairs) -> Finding:
     """The finding for FLOPs of linear layers."""
     layers = {layer for spec in layout.split.stages for layer in spec.layers}
     gathers = any(map(layout.config.projects_latents, layers))
-    told = gathers and any(record.any_packed for _, record in pairs)
+    informative = gathers and any(record.any_packed for _, record in pairs)
     note = (
         "reported, not judged: the formula assumes whole rows, but gathered latents of "
         "documents that no query of this rank sees are not projected"
@@ -280,8 +280,8 @@ def _products(layout: Layout, pairs: Pairs) -> Finding:
         pairs,
         lambda record: record.multiplications,
         shown=human_flops,
-        note=note if told else "",
-        judged=not told,
+        note=note if informative else "",
+        judged=not informative,
     )
 
 

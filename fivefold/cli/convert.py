@@ -162,11 +162,11 @@ def _of_megatron(
 
 def _base(options: Options, adapter: Path, mistakes: Mistakes) -> Path:
     """The folder of the model that an adapter is for."""
-    told = options.base
+    base = options.base
     with mistakes.collecting():
-        told = read_adapter(adapter).base if told is None else told
-        told = None if told is None else str(in_place(told, WEIGHTS, note))
-        if told is None or not (Path(told) / "config.json").is_file():
-            what = f"{adapter} is an adapter to {told}, which is no Hugging Face folder here"
+        base = read_adapter(adapter).base if base is None else base
+        base = None if base is None else str(in_place(base, WEIGHTS, note))
+        if base is None or not (Path(base) / "config.json").is_file():
+            what = f"{adapter} is an adapter to {base}, which is no Hugging Face folder here"
             mistakes.add(what, works=("--base FOLDER",))
-    return Path(told or "")
+    return Path(base or "")

@@ -89,12 +89,12 @@ def run(argv: Sequence[str]) -> int:
     else:
         _check_unwritten(Path(target))
         write_atomic(Path(target), recipe)
-    told = sys.stderr if options.target is None else sys.stdout
+    stream = sys.stderr if options.target is None else sys.stdout
     load = options.source if options.source != "-" and Path(options.source).is_dir() else None
-    for line in _told(found, refused, [each.name for each in idle], told):
-        print(line, file=told)
-    for line in _next(found, target, ranks, load, told):
-        print(line, file=told)
+    for line in _report_lines(found, refused, [each.name for each in idle], stream):
+        print(line, file=stream)
+    for line in _next(found, target, ranks, load, stream):
+        print(line, file=stream)
     return 0
 
 
@@ -233,7 +233,7 @@ def _ranks_of(found: Translation, config: Config) -> int:
     return found.ranks if found.ranks and fits else fewest
 
 
-def _told(
+def _report_lines(
     found: Translation, refused: Sequence[str], idle: Sequence[str], stream: TextIO
 ) -> Iterator[str]:
     if found.lost:

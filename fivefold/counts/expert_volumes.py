@@ -144,7 +144,7 @@ class _ExpertFlows:
             yield Flow("ep", "numbers of experts", numbers * NUMBER_BYTES)
         counts = (ranks - 1) * (1 if once else self._experts // ranks)
         if not (self._padded and once):
-            yield from self._told("ep", counts, trips)
+            yield from self._row_counts("ep", counts, trips)
 
     def _joined(self, rows: LayerRows, trips: _Trips) -> Iterator[Flow]:
         """Communication between the ranks that split each expert.
@@ -159,14 +159,14 @@ class _ExpertFlows:
         scores = trips.forwards * own + self._weighed(trips) * rows.joined
         yield Flow("etp", "weights of rows", scores * self._wide)
         parts = 1 if self._kind == "flex" else self._grid.ep
-        yield from self._told("etp", others * parts * self._experts // self._grid.ep, trips)
+        yield from self._row_counts("etp", others * parts * self._experts // self._grid.ep, trips)
 
     def _weighed(self, trips: _Trips) -> int:
         """Number of exchanges of weights' gradients per microbatch: none if rows are multiplied by
         weights before dispatch."""
         return 0 if self._model.moe_apply_probs_on_input else trips.backwards
 
-    def _told(self, axis: str, counts: int, trips: _Trips) -> Iterator[Flow]:
+    def _row_counts(self, axis: str, counts: int, trips: _Trips) -> Iterator[Flow]:
         if not self._settings.moe_pad_expert_input_to_capacity:  # else known
             calls = trips.forwards * trips.microbatches * self._slices
             yield Flow(axis, "numbers of rows", calls * counts * NUMBER_BYTES)

@@ -176,7 +176,7 @@ class _Way:
         The ranks exchange the numbers of rows without padding; the host does not wait for them.
         """
         sizes = [room] * group_size(group)
-        return cls(group, sizes, sizes, _told(rows_E, group)[1], even=True, room=room)
+        return cls(group, sizes, sizes, _exchange_counts(rows_E, group)[1], even=True, room=room)
 
     @classmethod
     def of(cls, rows_E: Tensor, group: dist.ProcessGroup | None) -> "_Way":
@@ -184,7 +184,7 @@ class _Way:
 
         The ranks exchange these numbers, and the host waits for them.
         """
-        sent_Pe, got_Pe = _told(rows_E, group)
+        sent_Pe, got_Pe = _exchange_counts(rows_E, group)
         if group is None:
             whole = [int(rows_E.sum())]
             return cls(None, whole, whole, sent_Pe)
@@ -261,7 +261,7 @@ def _run_split(
     return y if etp is None else share(y, sizes, etp)
 
 
-def _told(rows_E: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _exchange_counts(rows_E: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """[P, e] numbers of rows sent to each rank's experts, and received from each rank for those
     here."""
     sent_Pe = rows_E.view(group_size(group), -1)

@@ -72,12 +72,12 @@ def machine_of(stories: Sequence[Story]) -> str:
     gpu = find_gpu(names.pop()) if len(names) == 1 else None
     if names or gpu is None:
         what = "what the runs ran on is no one kind of GPU whose constants are known"
-        told = ", ".join(sorted({_device(story) for story in stories}))
+        devices = ", ".join(sorted({_device(story) for story in stories}))
         raise ConfigError(
             Mistake(
                 what,
                 (
-                    f"they ran on: {told}",
+                    f"they ran on: {devices}",
                     "measure the machine first: fivefold plan --calibrate machine.toml --nproc N",
                 ),
                 attempt="--cluster machine.toml",

@@ -128,9 +128,9 @@ def _walk(
     for clock, numbers in alike.items():
         starts = accumulate((len(costs[number]) for number in numbers), initial=0)
         sent = [(of, each) for of, n in zip(starts, numbers, strict=False) for each in per_step[n]]
-        told, more = map(iter, clock.walk([each for n in numbers for each in costs[n]], sent))
+        seconds, more = map(iter, clock.walk([each for n in numbers for each in costs[n]], sent))
         for n in numbers:
-            found[n] = [*islice(told, len(costs[n]))], [*islice(more, len(per_step[n]))]
+            found[n] = [*islice(seconds, len(costs[n]))], [*islice(more, len(per_step[n]))]
     return found
 
 

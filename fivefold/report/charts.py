@@ -101,8 +101,8 @@ def _losses_of(story: Story) -> Iterator[tuple[str, Mapping[int, float], str]]:
     if smooth:
         yield f"training, mean of {LAST} steps", _running(losses), "line"
     for name in evaluated(story.evaluations):
-        told = f"validation{validation_set(name)}"
-        yield told, story.values(name, story.evaluations), "points"
+        label = f"validation{validation_set(name)}"
+        yield label, story.values(name, story.evaluations), "points"
 
 
 def _running(values: Mapping[int, float]) -> dict[int, float]:

@@ -16,19 +16,25 @@ def facts(stories: Sequence[Story]) -> list[tuple[str, ...]]:
         ("model", _model),
         ("layout", lambda story: _layout(story.config)),
         ("steps", lambda story: f"{story.done:,} of {story.config.training.num_steps:,}"),
-        ("tokens", lambda story: _told(_last(story, "tokens_total"), human_count)),
-        (f"loss, mean of the last {averaged} steps", lambda s: _told(s.latest("loss"), _short)),
+        ("tokens", lambda story: _formatted(_last(story, "tokens_total"), human_count)),
+        (
+            f"loss, mean of the last {averaged} steps",
+            lambda s: _formatted(s.latest("loss"), _short),
+        ),
         *(
             (f"lowest validation loss{validation_set(name)}", _best(name))
             for name in evaluated(evaluations)
         ),
-        ("time of a step, median", lambda s: _told(s.usual("seconds"), human_seconds)),
-        ("tokens/s, median", lambda s: _told(s.usual("tokens_per_second"), human_count)),
-        ("FLOP/s a rank", lambda s: _told(s.usual("flops_per_second_per_rank"), human_flops)),
-        ("MFU", lambda story: _told(story.usual("mfu"), lambda share: f"{share:.1%}")),
-        ("peak memory, first rank", lambda s: _told(_last(s, "memory_bytes"), human_bytes)),
+        ("time of a step, median", lambda s: _formatted(s.usual("seconds"), human_seconds)),
+        ("tokens/s, median", lambda s: _formatted(s.usual("tokens_per_second"), human_count)),
+        ("FLOP/s a rank", lambda s: _formatted(s.usual("flops_per_second_per_rank"), human_flops)),
+        ("MFU", lambda story: _formatted(story.usual("mfu"), lambda share: f"{share:.1%}")),
+        ("peak memory, first rank", lambda s: _formatted(_last(s, "memory_bytes"), human_bytes)),
         ("time in steps", lambda story: human_seconds(story.step_seconds)),
-        ("of the time since the first start", lambda s: _told(s.goodput, lambda x: f"{x:.1%}")),
+        (
+            "of the time since the first start",
+            lambda s: _formatted(s.goodput, lambda x: f"{x:.1%}"),
+        ),
     ]
     rows = [(name, *(tell(story) for story in stories)) for name, tell in every]
     return [row for row in rows if any(row[1:])]
@@ -69,7 +75,7 @@ def _best(name: str) -> Callable[[Story], str]:
     return best
 
 
-def _told(value: float | None, shown: Callable[[float], str]) -> str:
+def _formatted(value: float | None, shown: Callable[[float], str]) -> str:
     return "" if value is None else shown(value)
 
 

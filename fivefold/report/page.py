@@ -103,8 +103,8 @@ def _findings(report: AuditReport) -> Iterator[Sequence[str]]:
             for value in (finding.predicted, finding.measured)
         ]
         off = finding.deviation
-        told = "" if off is None else "equal" if off == 0 else f"{off:+.2%}"
-        yield finding.name, *values, told, finding.note
+        shown = "" if off is None else "equal" if off == 0 else f"{off:+.2%}"
+        yield finding.name, *values, shown, finding.note
 
 
 def _experts(story: Story, head: str) -> Iterator[str]:
@@ -125,8 +125,8 @@ def _experts(story: Story, head: str) -> Iterator[str]:
             )
             for expert, count in enumerate(counts)
         ]
-        told = f"busiest {most * len(counts) / total:.2f} x mean"
-        yield pages.row(f"layer {layer}", bars, told)
+        shown = f"busiest {most * len(counts) / total:.2f} x mean"
+        yield pages.row(f"layer {layer}", bars, shown)
 
 
 def _timeline(stories: Sequence[Story]) -> Iterator[str]:

@@ -128,8 +128,8 @@ def _train_here(
     if layout.config.checkpoint.non_persistent_save_interval and max_restarts:
 
         def revive(end: End) -> tuple[Orders | None, str]:
-            again, told = following(end)
-            return (None if again is None else again.orders), told
+            again, message = following(end)
+            return (None if again is None else again.orders), message
 
         end = started(partial(keep_on, partial(_run_ordered, job)), revive=revive)
         return End(0) if following.finished else end
@@ -167,11 +167,11 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
         device = join_group(config, env, chosen, bindings)
         hosts = gather_hosts()
         check_alike(given_settings(config), hosts)
-        told = from_first(outcome, dist.group.WORLD)
-        if isinstance(told, FivefoldError):
-            raise told
-        assert told is not None
-        path, origin = told
+        outcome_of_first = from_first(outcome, dist.group.WORLD)
+        if isinstance(outcome_of_first, FivefoldError):
+            raise outcome_of_first
+        assert outcome_of_first is not None
+        path, origin = outcome_of_first
         check_seen(path, hosts)
         job = Job(layout, name, path, origin, chosen, threads, bindings, lock, hosts=hosts)
         if not is_finished(origin, config):
@@ -318,8 +318,8 @@ def _begin(
         console.warning(across)
     if job.origin is not None and job.origin.left_out:
         console.note(f"left out of {job.origin.checkpoints}: {job.origin.left_out}")
-    if job.origin is not None and job.origin.told:
-        console.note(job.origin.told)
+    if job.origin is not None and job.origin.note:
+        console.note(job.origin.note)
     console.note(f"run folder: {folder.path}")
     if trainer.step:
         console.note(f"continues after step {trainer.step}")

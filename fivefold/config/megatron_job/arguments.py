@@ -232,11 +232,11 @@ def _unknown(words: Sequence[str]) -> Iterator[str]:
 
 def _strays(rest: Sequence[str], unknown: Sequence[str]) -> Iterator[str]:
     """Words that follow neither an argument that takes them nor a flag that is not known."""
-    told = Counter(word for flag in unknown for word in flag.split())
+    given = Counter(word for flag in unknown for word in flag.split())
     over: list[str] = []
     for word in (word for each in rest for word in each.split() if not word.startswith("--")):
-        if told[word] > 0:
-            told[word] -= 1
+        if given[word] > 0:
+            given[word] -= 1
         else:
             over.append(word)
     if over:

@@ -184,8 +184,8 @@ def tasks_of(text: str) -> list[str]:
 
 def _starts(words: Sequence[str], flags: Mapping[str, Argument]) -> bool:
     given = {word.partition("=")[0] for word in words}
-    told = words[0] in _TELLING or words[0].startswith("-")
-    return not told and sum(word in flags for word in given) >= _FEWEST
+    is_option = words[0] in _TELLING or words[0].startswith("-")
+    return not is_option and sum(word in flags for word in given) >= _FEWEST
 
 
 def _chosen(

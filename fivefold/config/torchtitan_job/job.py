@@ -1,4 +1,4 @@
-"""The settings of a job of torchtitan, whichever way it is told, under one set of names."""
+"""The settings of a job of torchtitan, from files or flags, under one set of names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

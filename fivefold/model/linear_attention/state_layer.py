@@ -119,7 +119,7 @@ class StateLayer(LayerBlock):
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; reads within the rows and documents of `context`."""
-        mixed, rates, gate = self.told(x_TH, context)
+        mixed, rates, gate = self.kernel_inputs(x_TH, context)
         if context.sequence is not None:
             mixed, rates = context.sequence.join(self.site, mixed, rates)
         within = Within(context.recurrence, context.part)
@@ -127,7 +127,7 @@ class StateLayer(LayerBlock):
         normed_TF = self.norm(read, gate).flatten(2).flatten(0, 1)
         return self.project_back(normed_TF, self.out_proj, context.layer.adapters)
 
-    def told(self, x_TH: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def kernel_inputs(self, x_TH: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """What is mixed, rates, and gates of what is read, [B, S, G, ...] each."""
         group, drops = self.group, context.layer.adapters
         projected = self.project(x_TH, *self.projections, drops=drops)

@@ -106,8 +106,8 @@ class Clock:
         for column, (_, each) in enumerate(sent, count):
             ready[:, column], gathers[:, column] = each.ready, each.gathers
         walked = longest.walk([*costs, *(costs[of] for of, _ in sent)], ready, gathers)
-        told = share * walked.makespans[:count]
-        found = told + sum(part * each.makespans(costs) for each, part in shorter)
+        seconds = share * walked.makespans[:count]
+        found = seconds + sum(part * each.makespans(costs) for each, part in shorter)
         if shorter and program.num_copies == 1:
             found = np.maximum(found, self._least(program, costs))
         longer = []

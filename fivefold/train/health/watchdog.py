@@ -98,12 +98,12 @@ class Watchdog:
             if store.compare_set(key("alarm"), "", own).decode() != own:
                 self._until_it_moves()
                 return
-        began, told, moves = time.monotonic() - self._activity.idle_seconds, False, True
+        began, reported, moves = time.monotonic() - self._activity.idle_seconds, False, True
         while self._is_stuck and not self._ended.is_set():
             if moves:
-                told, moves = self._ask(store, told)
+                reported, moves = self._ask(store, reported)
             self._until_it_moves(self._seconds)
-        if told and not self._ended.is_set():
+        if reported and not self._ended.is_set():
             self._say(f"goes on after {human_seconds(time.monotonic() - began)}")
         if store is not None:
             store.compare_set(key("alarm"), str(self._env.rank), "")
@@ -115,12 +115,12 @@ class Watchdog:
             if self._ended.wait(self._seconds / LOOKS):
                 return
 
-    def _ask(self, store: dist.Store | None, told: bool) -> tuple[bool, bool]:
+    def _ask(self, store: dist.Store | None, reported: bool) -> tuple[bool, bool]:
         """Ask every rank and report which one the others wait for, unless that one moves and has
         been reported.
 
         Returns:
-            Whether it has been told by now; whether it may have to be told again.
+            Whether it has been reported by now; whether it may have to be reported again.
         """
         headline, suspect = self._headline, None
         if store is None:
@@ -134,9 +134,9 @@ class Watchdog:
             waits = len(given) < len(ranks) or any(answer.waits for answer in given.values())
             suspect = find_suspect(processes, given)
         if not waits or not self._is_stuck or self._ended.is_set():
-            return told, True
+            return reported, True
         moves = suspect is not None and suspect.moves
-        if not (told and moves):
+        if not (reported and moves):
             self._say(self._message(headline, given, suspect))
         return True, moves
 

@@ -62,7 +62,7 @@ class Restarts:
         self._seen[end.why, step] += 1
         return None
 
-    def told(self, origin: Origin | None, done: int) -> str:
+    def message(self, origin: Origin | None, done: int) -> str:
         """A line about the state from which restarted ranks begin.
 
         Args:
@@ -143,7 +143,7 @@ class NextStart:
         if is_finished(origin, self.config):
             self.finished = True
             return None, "every step is done and saved"
-        return Again(origin, f"{end.place}: {end.why}"), self.restarts.told(origin, done)
+        return Again(origin, f"{end.place}: {end.why}"), self.restarts.message(origin, done)
 
 
 def restarting(
@@ -158,9 +158,9 @@ def restarting(
     """
     end = ranks(origin, "")
     while end.why:
-        again, told = following(end)
-        if told:
-            print(told, file=sys.stderr, flush=True)
+        again, message = following(end)
+        if message:
+            print(message, file=sys.stderr, flush=True)
         if again is None:
             break
         end = ranks(*again)

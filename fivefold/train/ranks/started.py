@@ -34,7 +34,7 @@ from fivefold.train.ranks.signals import leave_at_once
 CAUSE = "cause"  # key in the store: a rank failed by itself
 ALL_LEFT = "all left"  # key in the store: every rank needs it no longer
 LINGER_SECONDS = 5.0  # time for which a first rank that ends alone keeps the store
-TOLD = "told"  # key in the store: a rank has printed which rank the others waited for
+REPORTED = "reported"  # key in the store: a rank has printed which rank the others waited for
 
 
 def run_started(
@@ -126,7 +126,7 @@ def _ask(
     ends all ranks as soon as one has exited."""
     store.set(key("waited", env.rank), failure.place)
     if store.add(key("asking"), 1) > 1:
-        _await(store, TOLD, 2 * SEARCH_SECONDS)
+        _await(store, REPORTED, 2 * SEARCH_SECONDS)
         return
     ranks = range(env.world_size)
     question = ask_ranks(store, env.world_size)
@@ -143,7 +143,7 @@ def _ask(
     else:
         cause = failures.disagreeing(failure, places | {r: given[r].place for r in silent})
     failures.explain(cause, place_name(rank, describe), env.world_size)
-    store.set(key(TOLD), "")
+    store.set(key(REPORTED), "")
 
 
 def _leave(store: dist.Store, env: RankEnv, outlives: bool = False) -> None:
