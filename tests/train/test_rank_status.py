@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 import torch.distributed as dist
 
-from fivefold.train.health import sampler
+from fivefold.train.health import stack_sampler
 from fivefold.train.health.rank_status import (
     ANSWER_SECONDS,
     PATIENCE,
@@ -43,7 +43,7 @@ def test_a_new_rank_does_not_answer_what_the_dead_one_was_asked(store: dist.TCPS
 
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "SAMPLE_SECONDS", LOOK)
+    monkeypatch.setattr(stack_sampler, "SAMPLE_SECONDS", LOOK)
 
 
 @pytest.mark.usefixtures("looks_often")
