@@ -82,7 +82,9 @@ def test_a_rank_that_was_late_and_then_hangs_is_told_again_and_no_third_time(
 ) -> None:
     env, store = RankEnv(0, 0, 2, 2, "127.0.0.1", 1, "slurm"), dist.HashStore()
     waits = RankStatus("all_gather (x.py:1)", True, False, "", "step 1", 9.0)
-    late, hangs = (RankStatus("work (x.py:2)", False, moves, "", "", 9.0) for moves in (True, False))
+    late, hangs = (
+        RankStatus("work (x.py:2)", False, moves, "", "", 9.0) for moves in (True, False)
+    )
     seen = [late, late, hangs, hangs, late]
     asked: list[RankStatus] = []
 
