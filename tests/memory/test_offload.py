@@ -46,8 +46,10 @@ def test_gradients_are_the_same_up_to_rounding(model: Any) -> None:
     plain, moved = _grads(build(model)), _grads(_moving(EVERY, model=model, share=0.3)[0])
     assert plain.keys() == moved.keys()
     again = _moving(EVERY, model=model)[0]
-    remade = MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp", "core_attn"))
-    install_recompute(again, remade)
+    recomputing = MemoryConfig(
+        recompute_granularity="selective", recompute_modules=("mlp", "core_attn")
+    )
+    install_recompute(again, recomputing)
     both = _grads(again)
     largest = max(grad.abs().max() for grad in plain.values())
     for name, grad in plain.items():

@@ -66,7 +66,7 @@ def _unforeseen(held: OffloadedParameters, block: OffloadedShards) -> None:
     raise AssertionError(f"{block.names[0]} is not of the block that the program reads next")
 
 
-@patch.object(OffloadedParameters, "_turn_to", _unforeseen)
+@patch.object(OffloadedParameters, "_skip_to", _unforeseen)
 def _every_way(rank: int, world: int, settings: Config) -> None:
     """Trains with all state on the device, and off it with updates on the host and the device."""
     plain = _engine(settings.with_values(**HERE), rank, world)
@@ -339,8 +339,8 @@ def _counted(engine: Engine, rank: int) -> tuple[float, ...]:
     weights = sum(weight.nbytes for weight in held)
     moments = sum(piece.local.nbytes for piece in optimizer.device.state_tensors().values())
     host = sum(tensor.nbytes for tensor in optimizer.host.tensors())
-    rooms = sum(tensor.nbytes for tensor in optimizer.host.update_buffers())
-    measured = weights, moments, host, optimizer.host.disk_bytes(), rooms
+    buffers = sum(tensor.nbytes for tensor in optimizer.host.update_buffers())
+    measured = weights, moments, host, optimizer.host.disk_bytes(), buffers
     return *measured, state.masters, state.optimizer, state.host, state.disk, state.update_buffers
 
 

@@ -92,8 +92,8 @@ def test_what_lies_on_a_disk_is_counted_there_and_takes_its_time() -> None:
     cluster = preset("H100")
     on_disk = AWAY | {"optimizer_offload_path": "away"}
     here, there = (peak_memory(layout(**ZERO3, **way), cluster) for way in (AWAY, on_disk))
-    gradients, rooms = here.host / 4, NUM_UPDATE_BUFFERS * UPDATE_BUCKET * 12
-    assert (there.host, there.disk) == (gradients + rooms, 3 * gradients) and here.disk == 0
+    gradients, buffers = here.host / 4, NUM_UPDATE_BUFFERS * UPDATE_BUCKET * 12
+    assert (there.host, there.disk) == (gradients + buffers, 3 * gradients) and here.disk == 0
     for room, fits in ((8 * there.disk, True), (8 * there.disk - 8, False)):
         memory = peak_memory(layout(**ZERO3, **on_disk), replace(cluster, disk_bytes=room))
         assert memory.fits == fits
