@@ -174,23 +174,19 @@ class HostAdamW:
 
     def _step_on_host(self, arrived: _Arrival, update: _Update) -> None:
         on_the_way: list[CopyEvent] = []
-        for bucket_state in self.state.bucket_states():
-            self.link.synchronize(arrived(bucket_state.bucket))
-            update(bucket_state.bucket, bucket_state.lines)
-            on_the_way += self._weights.send(bucket_state.bucket, bucket_state.lines)
-            bucket_state.end(None)
+        for each in self.state.bucket_states():
+            self.link.synchronize(arrived(each.bucket))
+            update(each.bucket, each.lines)
+            on_the_way += self._weights.send(each.bucket, each.lines)
+            each.end(None)
         for event in on_the_way:
             self.link.wait(event)
 
     def _step_on_device(self, buffers: UpdateBuffers, arrived: _Arrival, update: _Update) -> None:
         before: tuple[BucketState, CopyEvent] | None = None
         on_the_way: list[tuple[BucketPart, Tensor, CopyEvent]] = []
-        for bucket_state in chain(self.state.bucket_states(), [None]):
-            coming = (
-                None
-                if bucket_state is None
-                else (bucket_state, buffers.fetch(bucket_state, arrived(bucket_state.bucket)))
-            )
+        for each in chain(self.state.bucket_states(), [None]):
+            coming = None if each is None else (each, buffers.fetch(each, arrived(each.bucket)))
             if before is not None:
                 ready, event = before
                 self.link.wait(event)

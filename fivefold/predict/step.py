@@ -23,11 +23,7 @@ from fivefold.pipeline.schedules.registry import with_copies
 from fivefold.pipeline.split.stages import StageSpec
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.data_parallel.muon import orthogonalising_seconds
-from fivefold.predict.data_parallel.per_step import (
-    UNKNOWN,
-    PerStepCommunication,
-    per_step_communication,
-)
+from fivefold.predict.data_parallel.per_step import UNKNOWN, StepTransfers, step_transfers
 from fivefold.predict.data_parallel.transfers import Moves, data_groups, exposed, moves
 from fivefold.predict.data_parallel.update import (
     bringing_seconds,
@@ -116,7 +112,7 @@ def program_times(
 def _walk(
     clocks: Sequence[Clock],
     costs: Sequence[Sequence[Costs]],
-    per_step: Sequence[Sequence[PerStepCommunication]],
+    per_step: Sequence[Sequence[StepTransfers]],
 ) -> list[tuple[list[float], list[float]]]:
     """Seconds of each layout's program for each of its costs, and by how much each option of
     communication once a step lengthens it, with the first costs; layouts with equal programs share
@@ -270,15 +266,13 @@ class _Predictor:
         return replace(costs, fb=pairs)
 
     @cached_property
-    def per_step(self) -> PerStepCommunication:
+    def per_step(self) -> StepTransfers:
         """Communication once a step."""
         parts = zip(self.kinds, self.layout.split.stages, strict=True)
         each = [self._moves(kind, spec) for kind, spec in parts]
         return self.sent(self._sharding, each, self._optimizer[0])
 
-    def sent(
-        self, sharding: Sharding, moves: Sequence[Moves], update: float
-    ) -> PerStepCommunication:
+    def sent(self, sharding: Sharding, moves: Sequence[Moves], update: float) -> StepTransfers:
         """Communication once a step of a strategy, given each stage's transfers and the update's
         time."""
         slices, split = self.parallel.num_sequence_slices, self.layout.split
@@ -288,9 +282,7 @@ class _Predictor:
         ]
         placement = with_copies(split.placement, self.layout.num_copies)
         gpu, by_block = self.cluster.gpu, self.software.gathers_by_block
-        return per_step_communication(
-            gpu, self.parallel, sharding, stages, placement, update, by_block
-        )
+        return step_transfers(gpu, self.parallel, sharding, stages, placement, update, by_block)
 
     @cached_property
     def _optimizer(self) -> tuple[float, float]:

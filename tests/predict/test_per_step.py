@@ -14,7 +14,7 @@ from fivefold.hardware import GPUS
 from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.ir import Kind, Program
 from fivefold.pipeline.order import Order
-from fivefold.predict.data_parallel.per_step import PerStepCommunication, per_step_communication
+from fivefold.predict.data_parallel.per_step import StepTransfers, step_transfers
 from fivefold.predict.data_parallel.transfers import Moves
 from fivefold.predict.program.makespan import leveled_program
 from fivefold.predict.program.walk import Walked
@@ -60,13 +60,13 @@ class Drawn:
         self.by_block = rng.choice((True, False))
 
     @property
-    def per_step(self) -> PerStepCommunication:
+    def per_step(self) -> StepTransfers:
         f = self.costs.f
         stages = [(each, f[s], self.layers[s]) for s, each in enumerate(self.moves)]
         placement = self.program.placement
         parallel, strategy = self.parallel, self.strategy
         by_block = self.by_block
-        return per_step_communication(
+        return step_transfers(
             self.gpu, parallel, strategy, stages, placement, self.update, by_block
         )
 
@@ -89,7 +89,7 @@ def drawn(count: int) -> list[Drawn]:
 
 
 def one_by_one(
-    program: Program, costs: Costs, sent: PerStepCommunication
+    program: Program, costs: Costs, sent: StepTransfers
 ) -> tuple[float, list[float], list[float]]:
     """The makespan, and when each stage's last weight gradients begin and end."""
     length = program.num_stages // program.num_copies
@@ -130,7 +130,7 @@ def one_by_one(
 
 
 def message_by_message(
-    sent: PerStepCommunication,
+    sent: StepTransfers,
     messages: Sequence[int],
     starts: Sequence[float],
     ends: Sequence[float],
@@ -185,9 +185,7 @@ def test_one_stage_hides_what_overlaps() -> None:
         table = leveled_program(Order("1f1b", (0,), 1), pairs=False, eager=False)
         stages = [(Moves(gathered, reduced, 4), f, 5)]
         by_block = seed % 2 == 0
-        sent = per_step_communication(
-            GPU, ParallelConfig(), SHARDING["optim"], stages, (0,), 0.0, by_block
-        )
+        sent = step_transfers(GPU, ParallelConfig(), SHARDING["optim"], stages, (0,), 0.0, by_block)
         ready, gathers = np.array([sent.ready]).T, np.array([sent.gathers]).T
         walked = table.walk([Costs((f,), (b,), (w,))], ready, gathers)
         before = gathered / 5 + overlapped(GPU, f, gathered * 4 / 5)

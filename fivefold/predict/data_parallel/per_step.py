@@ -19,7 +19,7 @@ UNKNOWN = 1e9  # seconds of an update that hides what it may
 
 
 @dataclass(frozen=True)
-class PerStepCommunication:
+class StepTransfers:
     """Communication once a step, in seconds for each stage of a program.
 
     Attributes:
@@ -90,7 +90,7 @@ def hides_gathers(parallel: ParallelConfig) -> bool:
     return parallel.overlap_param_gather or parallel.overlap_param_gather_with_optimizer_step
 
 
-def per_step_communication(
+def step_transfers(
     gpu: Gpu,
     parallel: ParallelConfig,
     sharding: Sharding,
@@ -98,7 +98,7 @@ def per_step_communication(
     placement: tuple[int, ...],
     update: float,
     by_block: bool,
-) -> PerStepCommunication:
+) -> StepTransfers:
     """Communication once a step: none for ZeRO-3, only weights for ZeRO-2.
 
     Args:
@@ -119,7 +119,7 @@ def per_step_communication(
     last = [
         sent / (moves.messages or 1) for sent, (moves, *_) in zip(reductions, stages, strict=True)
     ]
-    return PerStepCommunication(
+    return StepTransfers(
         placement,
         tuple(ready),
         tuple(gathers),

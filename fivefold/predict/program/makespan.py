@@ -18,7 +18,7 @@ from fivefold.pipeline.order import Order
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import known_of
-from fivefold.predict.data_parallel.per_step import PerStepCommunication
+from fivefold.predict.data_parallel.per_step import StepTransfers
 from fivefold.predict.program.least import rank_bounds
 from fivefold.predict.program.walk import LeveledProgram, Values
 
@@ -89,7 +89,7 @@ class Clock:
         return cls(layout.schedule, group, total, tables)
 
     def walk(
-        self, costs: Sequence[Costs], sent: Sequence[tuple[int, PerStepCommunication]]
+        self, costs: Sequence[Costs], sent: Sequence[tuple[int, StepTransfers]]
     ) -> tuple[list[float], list[float]]:
         """Seconds of the program for each set of costs, and by how much communication once a step
         lengthens it.
