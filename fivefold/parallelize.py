@@ -32,7 +32,7 @@ from fivefold.model.fusions import install_fusions
 from fivefold.model.transformer import Stage
 from fivefold.parallel_model import ParallelModel
 from fivefold.pipeline.run.executor import Executor
-from fivefold.pipeline.run.turns import Turns
+from fivefold.pipeline.run.interleaver import Interleaver
 from fivefold.tensor.deferred_weight import DeferredWeights, SumOf
 from fivefold.tensor.exchange import TokensInParts, exchange_of
 from fivefold.tensor.install import install_deferral, install_ends, install_tensor_parallel
@@ -49,7 +49,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     config = layout.config
     policy = make_policy(config)
     pp_rank = groups.at["pp"]
-    deferred, turns = DeferredWeights(), Turns(device)
+    deferred, turns = DeferredWeights(), Interleaver(device)
     # PyTorch's linears add nothing to sums, nor do the ends beside them.
     of_ends = deferred if layout.owns_linears else DeferredWeights()
     records = {record.name: record for record in parameter_records(layout, groups.rank)}

@@ -122,7 +122,7 @@ class AuditReport:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PlannerEstimate:
     """The planner's prediction for a run on a cluster.
 
     Attributes:
@@ -143,7 +143,7 @@ def audit(
     layout: Layout,
     records: Sequence[RankRecord],
     seconds: float | None,
-    outlook: Outlook | None,
+    outlook: PlannerEstimate | None,
     layer_operations: tuple[float, float] | None = None,
 ) -> AuditReport:
     """Compare what every rank did with theory.
@@ -286,7 +286,9 @@ def _products(layout: Layout, pairs: Pairs) -> Finding:
 
 
 def _operations(
-    records: Sequence[RankRecord], predicted: tuple[float, float] | None, outlook: Outlook | None
+    records: Sequence[RankRecord],
+    predicted: tuple[float, float] | None,
+    outlook: PlannerEstimate | None,
 ) -> Iterator[Finding]:
     """Findings for the operations launched by a layer and by the step, where they are most, and the
     share of the step that the host launches."""
@@ -322,7 +324,7 @@ def _kept_by(stage: int, record: RankRecord) -> float:
 
 
 def _peaks(
-    layout: Layout, records: Sequence[RankRecord], outlook: Outlook | None
+    layout: Layout, records: Sequence[RankRecord], outlook: PlannerEstimate | None
 ) -> Iterator[Finding]:
     """The finding for the highest peak of device memory."""
     counted = [(r.peak_allocated, r.rank) for r in records if r.peak_allocated is not None]
@@ -336,7 +338,7 @@ def _peaks(
     yield Finding("device memory", measured, human_bytes, predicted, rank, note=note)
 
 
-def _step_time(seconds: float | None, outlook: Outlook | None) -> Finding:
+def _step_time(seconds: float | None, outlook: PlannerEstimate | None) -> Finding:
     note = ""
     if outlook is None:
         note = _NO_CLUSTER

@@ -21,7 +21,7 @@ from fivefold.report.settings import run_config
 from fivefold.units import few, human_bytes, several
 
 if TYPE_CHECKING:
-    from fivefold.convert.spoilt import Converted
+    from fivefold.convert.non_finite import Converted
 
 SHOWN = 4  # tensors
 Bytes = Annotated[float, Allowed(lambda v: v >= 1, "at least 1")]

@@ -21,7 +21,7 @@ from fivefold.config.deepspeed_job.file import read_file
 from fivefold.config.deepspeed_job.settings import translate as translate_file
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.megatron_job.arguments import MegatronJob, job_of, read_job
-from fivefold.config.megatron_job.command import Around
+from fivefold.config.megatron_job.command import ScriptEnvironment
 from fivefold.config.megatron_job.settings import translate as translate_job
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import Count, argument, changed, option
@@ -172,10 +172,10 @@ def _with_model(options: Options, trainer: str, make: Callable[[], Translation])
     return replace(found, values={"model": options.model} | found.values)
 
 
-def _around(options: Options, path: Path) -> Around:
+def _around(options: Options, path: Path) -> ScriptEnvironment:
     """The environment of a script: variables are read as bash would read them if it ran here."""
     arguments = shlex.split(options.script_arguments or "")
-    return Around(os.environ, arguments, None if options.source == "-" else path)
+    return ScriptEnvironment(os.environ, arguments, None if options.source == "-" else path)
 
 
 def _check_unasked(options: Options, *names: str) -> None:

@@ -39,7 +39,7 @@ from fivefold.tell.explain import percent
 from fivefold.tell.infeasible import why_nothing
 from fivefold.train.corpora import check_corpora, open_data
 from fivefold.train.folder.fetched import with_fetched
-from fivefold.train.folder.homes import with_home
+from fivefold.train.folder.homes import with_home_folders
 from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
 from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.units import human_seconds, table
@@ -78,7 +78,7 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     loaded = load_with_origins(argv, Options, note)
-    loaded = replace(loaded, config=with_home(loaded.config))
+    loaded = replace(loaded, config=with_home_folders(loaded.config))
     options, config = loaded.options, loaded.config
     if (launcher := read_rank_env().launcher) != "single":
         raise ConfigError(f"tune starts ranks itself, and {launcher} has started this one")

@@ -307,7 +307,7 @@ class ShardedStage(StageGradients):
         Most are gone when a step ends; gathers that an evaluation began for nothing are not.
         """
         self.reshard()
-        return internals.let_go(self._root, self.parameter_groups())
+        return internals.release_gathers(self._root, self.parameter_groups())
 
     def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
         """Each block's own parameters in the order of a forward, and what starts their gather."""

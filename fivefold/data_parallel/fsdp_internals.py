@@ -172,7 +172,7 @@ def free_gathered(root: FSDPModule) -> None:
     context.all_gather_state = None
 
 
-def let_go(root: FSDPModule, groups: Iterable[Any]) -> list[Any]:
+def release_gathers(root: FSDPModule, groups: Iterable[Any]) -> list[Any]:
     """Drop pending waits, and return the streams on which FSDP2 waited.
 
     Args:

@@ -23,7 +23,7 @@ from fivefold.description.operations import (
     Residual,
     RowLinear,
 )
-from fivefold.description.prediction import PredictionInput
+from fivefold.description.prediction import MTPInput
 from fivefold.description.softmax_attention import softmax_attention
 from fivefold.description.weights import (
     Weight,
@@ -361,7 +361,7 @@ def _end(model: ModelConfig) -> tuple[Operation, ...]:
     return *_norm_after("mlp_output_norm", "post_mlp_layernorm", model), residual
 
 
-def _prediction(model: ModelConfig) -> PredictionInput:
+def _prediction(model: ModelConfig) -> MTPInput:
     """As in DeepSeek-V3: the hidden state and the next token's embedding are normalised and
     projected together to one hidden state; a layer and a norm follow."""
     h = model.hidden_size
@@ -371,7 +371,7 @@ def _prediction(model: ModelConfig) -> PredictionInput:
         *column("eh_proj", 2 * h, h, False),
         *norm_weights("norm", model),
     )
-    return PredictionInput("prediction", weights, features=h)
+    return MTPInput("prediction", weights, features=h)
 
 
 def _learned_bends(model: ModelConfig) -> tuple[Weight, ...]:

@@ -17,7 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.host import HostLink
-from fivefold.memory.recompute import Discarded, RecomputedBlock, RecomputedLayers, second_again
+from fivefold.memory.recompute import (
+    Discarded,
+    RecomputedBlock,
+    RecomputedLayers,
+    recomputed_second,
+)
 from fivefold.model.attention.latent import LatentAttention, plain_up
 from fivefold.model.layer import Norm, NormedBlock
 from fivefold.model.layers import LayerBlock
@@ -62,7 +67,7 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
             for linear in experts.into:
                 linear.multiply = host.moving(linear.multiply)
         if "moe_act" in modules:
-            experts.second = _MovingSecond(host, discards=experts.second is second_again)
+            experts.second = _MovingSecond(host, discards=experts.second is recomputed_second)
         if "dispatched_input" in tensors:
             mixture.call_routed = host.moving(mixture.call_routed, _rows)
 

@@ -22,7 +22,7 @@ from fivefold.model.layers import Column, Linear, plain_column
 from fivefold.model.norms import make_norm
 
 
-class LayersInTurn(nn.ModuleList):
+class MTPLayers(nn.ModuleList):
     """The layers of one prediction depth of a hybrid model; each has one mixer."""
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
@@ -32,7 +32,7 @@ class LayersInTurn(nn.ModuleList):
         return x_TH
 
 
-class FurtherToken(nn.Module):
+class MTPModule(nn.Module):
     """One depth: norms both inputs, projects them to one state, then a layer and a norm.
 
     One such module runs all depths in turn if they share weights (`mtp_use_repeated_layer`), so

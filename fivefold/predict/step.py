@@ -24,7 +24,7 @@ from fivefold.pipeline.split.stages import StageSpec
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.data_parallel.muon import orthogonalising_seconds
 from fivefold.predict.data_parallel.per_step import UNKNOWN, StepTransfers, step_transfers
-from fivefold.predict.data_parallel.transfers import Moves, data_groups, exposed, moves
+from fivefold.predict.data_parallel.transfers import StageTransfers, data_groups, exposed, moves
 from fivefold.predict.data_parallel.update import (
     bringing_seconds,
     leaving_seconds,
@@ -87,7 +87,7 @@ def predict_all(
 
 def program_times(
     layouts: Sequence[Layout],
-    sent: Sequence[Sequence[tuple[Sharding, Sequence[Moves]]]],
+    sent: Sequence[Sequence[tuple[Sharding, Sequence[StageTransfers]]]],
     cluster: Cluster,
     times_cache: TimesCache,
 ) -> list[tuple[float, list[float]]]:
@@ -146,7 +146,7 @@ class _Predictor:
         self.policy = engine_policy(layout.config)
         known: dict[StageKind, Times] = {}
         self._paired: dict[StageKind, Paired] = {}
-        self._known_moves: dict[StageKind, Moves] = {}
+        self._known_moves: dict[StageKind, StageTransfers] = {}
         self.kinds = [StageKind.of(layout, stage) for stage in range(len(layout.split.stages))]
         for kind, spec in zip(self.kinds, layout.split.stages, strict=True):
             if kind not in known:
@@ -191,7 +191,7 @@ class _Predictor:
         )
         return self.times.later(bringing_seconds(self.cluster, self.policy, parameters), work)
 
-    def _moves(self, kind: StageKind, spec: StageParts) -> Moves:
+    def _moves(self, kind: StageKind, spec: StageParts) -> StageTransfers:
         """Data-parallel communication of a stage."""
         if kind not in self._known_moves:
             self._known_moves[kind] = moves(self.layout, self.cluster, self.software, spec)
@@ -272,7 +272,9 @@ class _Predictor:
         each = [self._moves(kind, spec) for kind, spec in parts]
         return self.sent(self._sharding, each, self._optimizer[0])
 
-    def sent(self, sharding: Sharding, moves: Sequence[Moves], update: float) -> StepTransfers:
+    def sent(
+        self, sharding: Sharding, moves: Sequence[StageTransfers], update: float
+    ) -> StepTransfers:
         """Communication once a step of a strategy, given each stage's transfers and the update's
         time."""
         slices, split = self.parallel.num_sequence_slices, self.layout.split
@@ -367,7 +369,7 @@ class _Predictor:
             TimePart("PP communication", whole - still),
             TimePart("DP communication", each.dp.total + around),
             TimePart("optimizer", optimizer + self._summing()),
-            TimePart("jitter", self.cluster.lateness(grid.world_size) * whole),
+            TimePart("jitter", self.cluster.straggler_delay(grid.world_size) * whole),
         )
         step = sum(part.seconds for part in parts)
         notes = tuple(unusual(layout, self.cluster))

@@ -57,7 +57,7 @@ from fivefold.train.ranks.hosts import (
 from fivefold.train.ranks.launch import End, place_name, run_ranks
 from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.train.ranks.rejoin import Orders, keep_on
-from fivefold.train.ranks.restarts import Again, NextStart, Restarts, restarting
+from fivefold.train.ranks.restarts import NextStart, Restart, Restarts, restarting
 from fivefold.train.ranks.started import run_started
 from fivefold.train.sinks import open_sinks
 from fivefold.units import several
@@ -143,7 +143,7 @@ def _train_here(
 def _run_ordered(job: Job, env: RankEnv, orders: Orders | None) -> int:
     """Train on this rank from the state that `orders` names, else from the job's."""
     if orders is not None:
-        job = replace(job, **Again.of(orders)._asdict())
+        job = replace(job, **Restart.of(orders)._asdict())
     return _join_and_run(job, env)
 
 

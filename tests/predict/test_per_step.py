@@ -15,7 +15,7 @@ from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.ir import Kind, Program
 from fivefold.pipeline.order import Order
 from fivefold.predict.data_parallel.per_step import StepTransfers, step_transfers
-from fivefold.predict.data_parallel.transfers import Moves
+from fivefold.predict.data_parallel.transfers import StageTransfers
 from fivefold.predict.program.makespan import leveled_program
 from fivefold.predict.program.walk import Walked
 from fivefold.predict.times.compute import overlapped
@@ -50,7 +50,7 @@ class Drawn:
         f, b, w = (tuple(draw() * copies) for _ in range(3))
         self.costs = Costs(f, b, w, rng.choice((0.0, 0.3)))
         self.moves = [
-            Moves(gathered, reduced, rng.choice((1, 2, 7)))
+            StageTransfers(gathered, reduced, rng.choice((1, 2, 7)))
             for gathered, reduced in zip(draw(), draw(), strict=True)
         ]
         self.layers = [rng.choice((0, 1, 2, 7)) for _ in range(count)]
@@ -183,7 +183,7 @@ def test_one_stage_hides_what_overlaps() -> None:
         rng = random.Random(seed)
         f, b, w, gathered, reduced = (0.1 + rng.random() for _ in range(5))
         table = leveled_program(Order("1f1b", (0,), 1), pairs=False, eager=False)
-        stages = [(Moves(gathered, reduced, 4), f, 5)]
+        stages = [(StageTransfers(gathered, reduced, 4), f, 5)]
         by_block = seed % 2 == 0
         sent = step_transfers(GPU, ParallelConfig(), SHARDING["optim"], stages, (0,), 0.0, by_block)
         ready, gathers = np.array([sent.ready]).T, np.array([sent.gathers]).T

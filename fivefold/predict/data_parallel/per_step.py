@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import Sharding
 from fivefold.hardware import Gpu
-from fivefold.predict.data_parallel.transfers import Moves
+from fivefold.predict.data_parallel.transfers import StageTransfers
 from fivefold.predict.times.compute import V, greater, lesser, overlapped
 
 UNKNOWN = 1e9  # seconds of an update that hides what it may
@@ -94,7 +94,7 @@ def step_transfers(
     gpu: Gpu,
     parallel: ParallelConfig,
     sharding: Sharding,
-    stages: Sequence[tuple[Moves, float, int]],
+    stages: Sequence[tuple[StageTransfers, float, int]],
     placement: tuple[int, ...],
     update: float,
     by_block: bool,
@@ -133,7 +133,7 @@ def step_transfers(
 def _gathered(
     gpu: Gpu,
     parallel: ParallelConfig,
-    stages: Sequence[tuple[Moves, float, int]],
+    stages: Sequence[tuple[StageTransfers, float, int]],
     placement: Sequence[int],
     update: float,
     by_block: bool,

@@ -7,10 +7,10 @@ from functools import cached_property
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.blocks import GatheredBlock
 from fivefold.description.activations import loss_bytes, loss_gradient_bytes, total
-from fivefold.predict.memory.passage import Change, Passage
 from fivefold.predict.memory.points import ActPoint, gathers
 from fivefold.predict.memory.route import Route
 from fivefold.predict.memory.sizes import recomputed_at_once
+from fivefold.predict.memory.stage_backward import Change, StageBackward
 
 
 def backward_points(
@@ -25,7 +25,7 @@ def backward_points(
     layout, policy = route.layout, route.policy
     hidden = policy.splits_gradient or layout.config.parallel.overlap_grad_reduce
     reduces = policy.reduces and (policy.splits_gradient or last)
-    passage = Passage(layout, policy, reduces and hidden, first, last, deferred)
+    passage = StageBackward(layout, policy, reduces and hidden, first, last, deferred)
     points = list(_Walk(route, passage).points())
     if reduces and not hidden:
         points += _Walk(route, replace(passage, reduces=True)).at_end()
@@ -42,7 +42,7 @@ class _NewGradients:
     """
 
     route: Route
-    passage: Passage
+    passage: StageBackward
 
     @cached_property
     def of_head(self) -> float:
@@ -102,7 +102,7 @@ class _Walk:
     """
 
     route: Route
-    passage: Passage
+    passage: StageBackward
 
     @cached_property
     def _new(self) -> "_NewGradients":
@@ -314,7 +314,12 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
 
 
 def _behind(
-    route: Route, passage: Passage, place: int, point: ActPoint, own: float, *done: GatheredBlock
+    route: Route,
+    passage: StageBackward,
+    place: int,
+    point: ActPoint,
+    own: float,
+    *done: GatheredBlock,
 ) -> Change:
     """The change when all layers behind this one are done, and of this one the blocks `done` and
     `own` further elements.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fivefold.predict.memory.passage import Copies
+from fivefold.predict.memory.stage_backward import Copies
 
 
 class ActPoint(NamedTuple):

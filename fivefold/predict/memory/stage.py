@@ -49,9 +49,9 @@ class StageBytes:
         gradients: weight gradients on the device that each step makes anew.
         narrow: weights in 8 bits that microbatches share, for one of the two products.
         gathered: copies of weights that are gathered to compute, at most.
-        worst: the point of highest memory of an action of a kind, in the order of `Doing`: whether
-            it is a forward that keeps only its input, and whether it is the first and the last
-            that computes weight gradients, which are then reduced.
+        worst: the point of highest memory of an action of a kind, in the order of `RunningAct`:
+            whether it is a forward that keeps only its input, and whether it is the first and the
+            last that computes weight gradients, which are then reduced.
     """
 
     kept: float

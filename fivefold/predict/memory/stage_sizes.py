@@ -12,12 +12,12 @@ from fivefold.description.layers import Layer, describe_layer
 from fivefold.description.running import Running
 from fivefold.description.shape import StageParts, all_layers, placed_layers
 from fivefold.layout import Layout
-from fivefold.predict.memory.passage import Copies
 from fivefold.predict.memory.sizes import (
     buffers,
     deferred_bytes,
     tiled_weights,
 )
+from fivefold.predict.memory.stage_backward import Copies
 
 
 @dataclass(frozen=True)

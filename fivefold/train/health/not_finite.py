@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
 from fivefold.convert.load import fill_from_folder
-from fivefold.convert.spoilt import spoilt
+from fivefold.convert.non_finite import spoilt
 from fivefold.data.packing import Microbatch
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.mesh.collectives import gather_objects

@@ -14,8 +14,8 @@ import torch
 from fivefold.errors import RanksFailed
 from fivefold.train.ranks import failures
 from fivefold.train.ranks.children import Worker, import_what_ranks_import
-from fivefold.train.ranks.crew import Crew
 from fivefold.train.ranks.failures import Failure
+from fivefold.train.ranks.local_ranks import LocalRanks
 from fivefold.train.ranks.rejoin import Orders
 from fivefold.train.ranks.signals import StopRequest
 
@@ -95,7 +95,7 @@ def run_ranks(
     cause: tuple[int, Failure] | None = None
     message = ""
     with StopRequest() as stop:
-        crew = Crew(
+        crew = LocalRanks(
             worker,
             nproc,
             stop,

@@ -77,7 +77,7 @@ class Restarts:
         return f"restart {self.used} of {self.most} from {start}{lost if done > step else ''}"
 
 
-class Again(NamedTuple):
+class Restart(NamedTuple):
     """Another start.
 
     Attributes:
@@ -89,7 +89,7 @@ class Again(NamedTuple):
     after: str
 
     @classmethod
-    def of(cls, orders: Orders) -> "Again":
+    def of(cls, orders: Orders) -> "Restart":
         """Parse `orders`."""
         origin = orders["origin"]
         if origin is not None:
@@ -128,7 +128,7 @@ class NextStart:
     config: Config
     finished: bool = False
 
-    def __call__(self, end: End) -> tuple[Again | None, str]:
+    def __call__(self, end: End) -> tuple[Restart | None, str]:
         """The next start (None if there is none), and a line about it."""
         if not self.restarts.most:
             return None, ""
@@ -143,7 +143,7 @@ class NextStart:
         if is_finished(origin, self.config):
             self.finished = True
             return None, "every step is done and saved"
-        return Again(origin, f"{end.place}: {end.why}"), self.restarts.message(origin, done)
+        return Restart(origin, f"{end.place}: {end.why}"), self.restarts.message(origin, done)
 
 
 def restarting(

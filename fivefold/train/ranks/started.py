@@ -23,10 +23,10 @@ from fivefold.train.health.rank_status import (
     process_of,
 )
 from fivefold.train.ranks import failures
-from fivefold.train.ranks.crew import SEARCH_SECONDS
 from fivefold.train.ranks.failures import Failure
 from fivefold.train.ranks.fresh_store import keeps_store
 from fivefold.train.ranks.launch import Worker, place_name
+from fivefold.train.ranks.local_ranks import SEARCH_SECONDS
 from fivefold.train.ranks.meeting import check_place
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.train.ranks.signals import leave_at_once

@@ -28,7 +28,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Passage:
+class StageBackward:
     """A backward through the blocks of a stage.
 
     Attributes:

@@ -31,7 +31,7 @@ SETTLE_SECONDS = 0.3  # wait for the report of a rank that failed a moment earli
 SEARCH_SECONDS = 3.0  # wait for the end of a rank that others lost: it frees its memory first
 
 
-class Crew:
+class LocalRanks:
     """Ranks on this machine, and the store in which they meet.
 
     Args:
