@@ -120,11 +120,9 @@ class ShardedStage(StageGradients):
         groups: dict[nn.Module, Any] = {unit: parameter_groups(unit) for unit in self._units}
         self._offloaded = give_memory(self._stage, device, groups, offloaded)
 
-    def offloaded(
-        self, *, backward: bool = False, further: bool = True
-    ) -> Iterator[OffloadedShards]:
+    def offloaded(self, *, backward: bool = False, mtp: bool = True) -> Iterator[OffloadedShards]:
         """Blocks whose shards are elsewhere, in the order in which a forward or a `backward`
-        gathers them; `further`: with multi-token prediction."""
+        gathers them; `mtp`: with multi-token prediction."""
         order: list[Any] = self._units
         if backward:
             root, *layers = self._units
@@ -132,7 +130,7 @@ class ShardedStage(StageGradients):
             # Without the head the stage's output is its last layer's, whose hook comes first.
             first = 0 if self._stage.parts.head else 1 + self._policy.overlap_param_gather
             order.insert(first, root)
-        left_out = {m for each in self._stage.predictions for m in each.modules() if not further}
+        left_out = {m for each in self._stage.predictions for m in each.modules() if not mtp}
         yield from (self._offloaded[u] for u in order if u in self._offloaded and u not in left_out)
 
     def before_run(self, *, trains: bool) -> None:

@@ -95,11 +95,9 @@ class StageGradients(ABC):
         """Each block's own parameters in the order of a forward, and what starts their gather."""
         return iter(())
 
-    def offloaded(
-        self, *, backward: bool = False, further: bool = True
-    ) -> Iterator[OffloadedShards]:
+    def offloaded(self, *, backward: bool = False, mtp: bool = True) -> Iterator[OffloadedShards]:
         """Blocks whose shards are elsewhere, in the order in which a forward or a `backward`
-        gathers them; `further`: with multi-token prediction."""
+        gathers them; `mtp`: with multi-token prediction."""
         return iter(())
 
     def second_copies(self) -> Iterator[Tensor]:

@@ -170,8 +170,8 @@ def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) ->
     if parts.head:
         states = 0 if _keeps_whole_states(model, running) else parts.mtp
     return {
-        "further_tokens": Saved(kept=8.0 * parts.mtp * model.trains_all),
-        "further_dropout": Saved(kept=mask),
+        "mtp_tokens": Saved(kept=8.0 * parts.mtp * model.trains_all),
+        "mtp_dropout": Saved(kept=mask),
         "states": Saved(kept=running.element_bytes * around * states),
     }
 

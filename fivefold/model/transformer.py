@@ -227,16 +227,16 @@ class Stage(nn.Module):
     def _states(self, x_TH: Tensor, context: Context, batch: Batch) -> list[Tensor]:
         """Hidden states [T, H] after the final norm: of the model, then of each depth."""
         if self.norm is None:
-            return list(x_TH.chunk(1 + batch.num_further)) if self.parts.head else [x_TH]
+            return list(x_TH.chunk(1 + batch.mtp_depth)) if self.parts.head else [x_TH]
         states = [self.norm(x_TH)]
-        if batch.further_tokens is not None:
+        if batch.mtp_tokens is not None:
             (table,), rate = self.embeddings, self.model.embedded_dropout
             depths = iter(range(self.parts.mtp))
             for predict in self.predictions:
                 runs = islice(depths, self.parts.mtp // len(self.predictions))
                 embedded = []
                 for depth in runs:
-                    next_TH = table(batch.further_tokens[depth].flatten())
+                    next_TH = table(batch.mtp_tokens[depth].flatten())
                     site = f"mtp.{depth}.embedding"
                     embedded.append(_dropped_at(site, next_TH, context.dropout, rate))
                 through = self.through

@@ -71,11 +71,11 @@ def of_rank(config: Config, batch: Batch, rank: int) -> Batch:
 
 def without_losses(batch: Batch, lost_BS: Tensor) -> Batch:
     """A batch with the losses of some tokens removed, at all depths."""
-    further = batch.further_labels
+    further = batch.mtp_labels
     return replace(
         batch,
         labels=batch.labels.masked_fill(lost_BS, IGNORED),
-        further_labels=None if further is None else further.masked_fill(lost_BS, IGNORED),
+        mtp_labels=None if further is None else further.masked_fill(lost_BS, IGNORED),
     )
 
 

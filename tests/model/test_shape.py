@@ -35,7 +35,7 @@ PARTS = {
     "ends": ModelParts(embedding=True, head=True),
 }
 MODELS = FAMILIES | {"tied": replace(LLAMA, untie_embeddings_and_output_weights=False)}
-FURTHER = {
+MTP = {
     "whole": None,
     "with the head": ModelParts((2,), head=True, mtp=2),
     "before the head": ModelParts(mtp=2),
@@ -54,7 +54,7 @@ def test_parameters_are_those_of_the_modules(model: ModelConfig, parts: ModelPar
     _are_those_of_the_modules(model, parts)
 
 
-@pytest.mark.parametrize("parts", FURTHER.values(), ids=FURTHER)
+@pytest.mark.parametrize("parts", MTP.values(), ids=MTP)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_so_are_those_of_further_predictions(model: ModelConfig, parts: ModelParts | None) -> None:
     _are_those_of_the_modules(replace(model, mtp_num_layers=2), parts)

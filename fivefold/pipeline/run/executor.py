@@ -140,7 +140,7 @@ class _Step:
         self._program, self._batches = program, batches
         self._scale = scale.to(torch.promote_types(executor.dtype, torch.float32))
         self._acts = program.ranks[executor.pp_rank]
-        self._predicts = batches[0].num_further > 0
+        self._predicts = batches[0].mtp_depth > 0
         self._mail = StepMessages(
             executor.group, executor.lines, executor.hidden_shape, executor.dtype, executor.device
         )
