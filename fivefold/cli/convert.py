@@ -81,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
         made = to_run(base, target, adapter, model)
         _warn(made)
         print(f"{target}: a run folder with {human_bytes(made.size)} of weights at step 0")
-        if is_hub_folder(base) and (left_out := HubFolder(base).told_parts()):
+        if is_hub_folder(base) and (left_out := HubFolder(base).parts_left_out()):
             print(f"  the text model of {base}; left out: {left_out}")
         file, after = target / "tokenizer.json", f"fivefold sample {quote(str(target))} PROMPT"
         missing = "" if file.is_file() else f"the model's tokenizer, copied to {file}, then "

@@ -206,7 +206,7 @@ def _from_hub(folder: Path, config: Config) -> Origin:
         weights_only=True,
         foreign=True,
         adapter=adapter,
-        left_out=hub.told_parts(),
+        left_out=hub.parts_left_out(),
         note=_tokenizer_note(tokenizer, config),
         tokenizer=tokenizer,
     )
