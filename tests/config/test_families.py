@@ -51,5 +51,5 @@ def test_each_family_has_one_row_in_the_docs() -> None:
     named = [kind for row in rows for kind in re.findall(r"`(\w+)`", row)]
     assert sorted(named) == sorted(["model_type", *FAMILIES])
     _, _, multimodal = text.partition("\nOf multimodal models ")
-    prose, _, _ = multimodal.partition(" Its fields are in ")
+    prose, _, _ = multimodal.partition("\nIts fields are in ")
     assert {*re.findall(r"`(\w+)`", prose)} == {*MULTIMODAL}
