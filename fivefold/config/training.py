@@ -338,10 +338,10 @@ class OptimizerConfig:
     )
     loss_scale: LossScale | None = option(
         None,
-        "constant factor of the fp16 loss, against vanishing gradients; none: adapted to them",
+        "constant factor of the fp16 loss, against vanishing gradients; none: dynamic",
     )
-    initial_loss_scale: LossScale = option(2.0**32, "first adaptive loss scale")
-    min_loss_scale: LossScale = option(1.0, "smallest adaptive loss scale")
+    initial_loss_scale: LossScale = option(2.0**32, "initial dynamic loss scale")
+    min_loss_scale: LossScale = option(1.0, "smallest dynamic loss scale")
     loss_scale_window: Count = option(
         1000, "steps without overflow after which the loss scale is doubled"
     )

@@ -51,7 +51,7 @@ class OwnTokens:
     ids: Tensor | None
 
     def keys(self, kv: Tensor, spans: tuple[Span, ...], heads: Span | None = None) -> Keys:
-        """Keys and values of the tokens in `spans`, for a kernel."""
+        """Keys and values [B, L, G, key_dim + value_dim] of the tokens in `spans`, for a kernel."""
         k, v = kv[..., : self.key_dim], kv[..., self.key_dim :]
         ids = self.ids
         if ids is not None:
@@ -337,7 +337,7 @@ def _pieces(part: MicrobatchShare) -> list[tuple[Span, int, Span]]:
 
 
 def taken(kv: Tensor, part: MicrobatchShare, spans: tuple[Span, ...]) -> Tensor:
-    """The tokens of a rank's tensor that lie in `spans`."""
+    """The tokens of a rank's tensor [B, L, ...] that lie in `spans`."""
     if not spans:
         return kv[:, :0]
     return torch.cat([kv[:, slice(*indices(part.spans, span))] for span in spans], dim=1)

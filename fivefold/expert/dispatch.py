@@ -290,7 +290,7 @@ def run_chosen(
     """Run every row through its experts on this rank, and sum their results in at least fp32.
 
     Args:
-        x: rows.
+        x: [R, H] rows.
         got: choices of the rows among this rank's experts.
         run: the experts, for rows sorted by expert.
         etp: ranks that hold other parts of the same experts, and received other rows.

@@ -55,7 +55,10 @@ class AsyncAllToAll:
         return y
 
     def begin(self, x: Tensor, *, home: bool) -> Tensor:
-        """Start sending rows, or with `home` gradients back; the buffer is valid after `wait`."""
+        """Start sending rows [R, ...], or with `home` their gradients back.
+
+        Returns the receive buffer, which is valid after `wait`.
+        """
         sent, got = (self._got, self._sent) if home else (self._sent, self._got)
         out = x.new_empty(sum(got), *x.shape[1:])
         self._under_way = start_row_exchange(x, out, sent, got, self._group), out
