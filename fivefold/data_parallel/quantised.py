@@ -80,7 +80,7 @@ class Blocks:
         quantised_kernels.pack(self, runs, sent_RM)
 
     def unpack_runs(self, sent_PRM: Tensor, runs: Sequence[Tensor]) -> None:
-        """Unpack P ranks' messages of M bytes into runs [A, B, N], R = A x B; sums over P in order."""
+        """Unpack P ranks' messages into runs [A, B, N], R = A x B; sums over P in order."""
         if _by_kernels(runs[0]):
             from fivefold.data_parallel import quantised_kernels
 
