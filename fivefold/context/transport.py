@@ -85,7 +85,7 @@ class Ring:
     """Ring attention: KV takes P-1 hops (Liu et al. 2023), each overlapped with one block.
 
     In the backward, the gradient of a rank's KV starts at the next rank, with that rank's first
-    foreign block, and returns home in P-1 hops; the rank's own block is computed during the last.
+    foreign block, and returns in P-1 hops; the rank's own block is computed during the last.
     The forward sends (P-1) KV, the backward (P-1) (KV + dKV), with dKV in at least fp32. Public
     implementations let dKV take P hops.
 
@@ -110,18 +110,18 @@ class Ring:
         """Own keys last."""
         chunks = own.part.shards.chunks
         size, rank = self.group.size(), self.group.rank()
-        arriving, coming_home = self._hop(own.kv), None
+        arriving, returned = self._hop(own.kv), None
         for step in range(1, size):
             kv = _arrived(arriving)
             if step + 1 < size:
                 arriving = self._hop(kv)
             grads = _joint((yield own.keys(kv, chunks[(rank - step) % size])))
-            if coming_home is not None:
-                grads += _arrived(coming_home)
-            coming_home = self._hop(grads, tag=1)
+            if returned is not None:
+                grads += _arrived(returned)
+            returned = self._hop(grads, tag=1)
         grads = _joint((yield own.keys(own.kv, chunks[rank])))
-        assert coming_home is not None, "a ring has at least two ranks"
-        return grads + _arrived(coming_home)
+        assert returned is not None, "a ring has at least two ranks"
+        return grads + _arrived(returned)
 
     def _hop(self, x: Tensor, tag: int = 0) -> tuple[Messages, Tensor]:
         """Send to the next rank, receive from the previous one."""
@@ -167,7 +167,7 @@ class Halo:
         """Own keys last."""
         size, rank, shards = self.group.size(), self.group.rank(), own.part.shards
         arriving = self._step(own, 1)
-        home: list[tuple[int, tuple[Messages, Tensor]]] = []
+        returning: list[tuple[int, tuple[Messages, Tensor]]] = []
         for step in range(1, size):
             kv = _arrived(arriving)
             if step + 1 < size:
@@ -179,9 +179,9 @@ class Halo:
                 grads = _joint((yield own.keys(kv, spans)))
             incoming = own.buffer(shards.sent(rank, target), kv.shape[2], own.wide)
             messages = start_messages({source: grads}, {target: incoming}, self.group, tag=1)
-            home.append((target, (messages, incoming)))
+            returning.append((target, (messages, incoming)))
         total = _joint((yield own.keys(own.kv, own.part.spans)))
-        for target, hop in sorted(home, key=lambda item: item[0]):
+        for target, hop in sorted(returning, key=lambda item: item[0]):
             _add(total, own.part, shards.sent(rank, target), _arrived(hop))
         return total
 
@@ -234,13 +234,13 @@ class Gather:
     head_chunks: int = HEAD_CHUNKS
 
     def backward(self, own: OwnTokens) -> Backward:
-        """As `forward`; one group's gradients are sent home while the next group is computed."""
-        home: list[tuple[Span, Callable[[], Tensor]]] = []
+        """As `forward`; one group's gradients are returned while the next group is computed."""
+        returning: list[tuple[Span, Callable[[], Tensor]]] = []
         for keys in self.forward(own):
             assert keys.heads is not None
-            home.append((keys.heads, self._send_home(own, _joint((yield keys)))))
+            returning.append((keys.heads, self._return_gradients(own, _joint((yield keys)))))
         total = torch.empty_like(own.kv, dtype=own.wide)
-        for (first, last), arrive in home:
+        for (first, last), arrive in returning:
             total[:, :, first:last] = arrive()
         return total
 
@@ -282,7 +282,7 @@ class Gather:
 
         return arrive
 
-    def _send_home(self, own: OwnTokens, grads: Tensor) -> Callable[[], Tensor]:
+    def _return_gradients(self, own: OwnTokens, grads: Tensor) -> Callable[[], Tensor]:
         """Start returning the gradients of gathered keys to their ranks, summed there."""
         size, rank, shards = self.group.size(), self.group.rank(), own.part.shards
         by_source: list[list[Tensor]] = [[] for _ in range(size)]

@@ -57,12 +57,12 @@ class _Trips:
     backwards: int
 
     @property
-    def there(self) -> int:
+    def dispatches(self) -> int:
         """Number of dispatches of rows, or of their gradients, per microbatch."""
         return self.forwards + self.backwards
 
     @property
-    def home(self) -> int:
+    def combines(self) -> int:
         """Number of returns of results, or of their gradients, per microbatch."""
         return self.returns + self.backwards
 
@@ -135,7 +135,7 @@ class _ExpertFlows:
         ranks, topk = self._grid.ep, self._model.moe_router_topk
         once = self._kind == "flex"
         weights = self._wide * (topk if once else 1)
-        both_ways = trips.there * rows.sent + trips.home * rows.got
+        both_ways = trips.dispatches * rows.sent + trips.combines * rows.got
         yield Flow("ep", "tokens to experts and back", both_ways * self._row)
         scores = trips.forwards * rows.sent + self._weighed(trips) * rows.got
         yield Flow("ep", "weights of rows", scores * weights)
@@ -154,7 +154,7 @@ class _ExpertFlows:
         """
         others = self._grid.etp - 1
         own = others * rows.computed
-        both_ways = trips.there * own + trips.home * rows.joined
+        both_ways = trips.dispatches * own + trips.combines * rows.joined
         yield Flow("etp", "rows of a split expert", both_ways * self._row)
         scores = trips.forwards * own + self._weighed(trips) * rows.joined
         yield Flow("etp", "weights of rows", scores * self._wide)
@@ -176,7 +176,7 @@ class _ExpertFlows:
         grid, topk = self._grid, self._model.moe_router_topk
         sent = (grid.ep * grid.etp - 1) * trips.microbatches * self._tokens
         axis = "ep x etp" if grid.ep > 1 and grid.etp > 1 else "ep" if grid.ep > 1 else "etp"
-        both_ways = (trips.there + trips.home) * sent
+        both_ways = (trips.dispatches + trips.combines) * sent
         yield Flow(axis, "tokens to experts and back", both_ways * self._row)
         scores = (trips.forwards + self._weighed(trips)) * sent
         yield Flow(axis, "weights of rows", scores * topk * self._wide)

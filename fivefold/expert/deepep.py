@@ -191,13 +191,15 @@ class _Kernel:
     """A kernel that sends tensors, and the one that sends their gradients.
 
     Args:
-        forth: launches the kernel of the forward.
-        home: launches the kernel of the backward.
+        forward_kernel: launches the kernel of the forward.
+        backward_kernel: launches the kernel of the backward.
         meanwhile: function called before waiting for either; None: nothing.
     """
 
-    def __init__(self, forth: Launch, home: Launch, meanwhile: Callable[[], None] | None) -> None:
-        self.forth, self.home = forth, home
+    def __init__(
+        self, forward_kernel: Launch, backward_kernel: Launch, meanwhile: Callable[[], None] | None
+    ) -> None:
+        self.forward_kernel, self.backward_kernel = forward_kernel, backward_kernel
         self._meanwhile = meanwhile
         self._launched: Launched | None = None
 
@@ -220,7 +222,7 @@ class _LaunchKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: _Kernel, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.kernel = kernel
-        kernel.launch(kernel.forth, tensors)
+        kernel.launch(kernel.forward_kernel, tensors)
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
@@ -237,7 +239,7 @@ class _WaitKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.kernel.launch(ctx.kernel.home, grads)
+        return None, *ctx.kernel.launch(ctx.kernel.backward_kernel, grads)
 
 
 def _imported() -> ModuleType:

@@ -54,12 +54,12 @@ class AsyncAllToAll:
         y: Tensor = _WaitAllToAll.apply(x, self)
         return y
 
-    def begin(self, x: Tensor, *, home: bool) -> Tensor:
-        """Start sending rows [R, ...], or with `home` their gradients back.
+    def begin(self, x: Tensor, *, backward: bool) -> Tensor:
+        """Start sending rows [R, ...], or with `backward` their gradients back.
 
         Returns the receive buffer, which is valid after `wait`.
         """
-        sent, got = (self._got, self._sent) if home else (self._sent, self._got)
+        sent, got = (self._got, self._sent) if backward else (self._sent, self._got)
         out = x.new_empty(sum(got), *x.shape[1:])
         self._under_way = start_row_exchange(x, out, sent, got, self._group), out
         return out
@@ -90,7 +90,7 @@ class _StartAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, flight: AsyncAllToAll) -> Tensor:
         ctx.flight = flight
-        flight.begin(x, home=False)
+        flight.begin(x, backward=False)
         return x.view_as(x)
 
     @staticmethod
@@ -107,7 +107,7 @@ class _WaitAllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.flight.begin(grad, home=True), None
+        return ctx.flight.begin(grad, backward=True), None
 
 
 def join(x: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:

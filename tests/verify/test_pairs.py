@@ -123,16 +123,16 @@ def test_what_modules_of_halves_contradict(
 def _crossed(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None:
     """Compare with one device; see that messages of both directions were under way at once, that
     few of them were not, and that weight gradients were computed meanwhile."""
-    under_way: dict[str, int] = {"there": 0, "home": 0}
+    under_way: dict[str, int] = {"forward": 0, "backward": 0}
     direction: dict[int, str] = {}
     crossed, early = [], []
     begin, wait, run_early = AsyncAllToAll.begin, AsyncAllToAll.wait, DeferredWeights.run_early
 
-    def begins(flight: AsyncAllToAll, x: torch.Tensor, *, home: bool) -> torch.Tensor:
-        direction[id(flight)] = "home" if home else "there"
+    def begins(flight: AsyncAllToAll, x: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        direction[id(flight)] = "backward" if backward else "forward"
         under_way[direction[id(flight)]] += 1
         crossed.append(all(under_way.values()))
-        return begin(flight, x, home=home)
+        return begin(flight, x, backward=backward)
 
     def waits(flight: AsyncAllToAll) -> torch.Tensor:
         out = wait(flight)

@@ -52,8 +52,8 @@ class ActPoint(NamedTuple):
 
 def gathers(copies: Copies, start: ActPoint) -> Iterator[ActPoint]:
     """Points right after the ends of a stage and its last layer were gathered, with their messages,
-    and where a message is unpacked, which needs more; and while a shard that visits the device is
-    gathered beside the last layer.
+    and where a message is unpacked, which needs more; and while a shard from the host is gathered
+    beside the last layer.
 
     `start`: what there is before.
     """
