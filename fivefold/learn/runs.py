@@ -15,7 +15,7 @@ LEAST_NOISE = 0.01
 """Least standard deviation of a logarithm of a run's usual step: another day gives another."""
 
 MOST_RANKS = 1 << 20
-"""Beyond it, what a damaged line says is no number of ranks."""
+"""Largest number of ranks that is believed; a larger one is from a damaged line."""
 
 UNKNOWN_NOISE = 0.3
 """That of a single step, whose spread is not seen."""

@@ -36,7 +36,7 @@ _SHARDED: Mapping[str, str] = MappingProxyType(
         "HYBRID_SHARD_ZERO2": "optim_grads",
     }
 )
-"""What is split; by the others, all."""
+"""FSDP strategy -> what it shards here; strategies not listed shard everything."""
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 _FORMATS: Mapping[str, str] = MappingProxyType({"HYBRID": "hybrid", "E4M3": "e4m3"})
 _UNREAD: Mapping[str, str] = MappingProxyType(

@@ -19,7 +19,7 @@ _OF_EXPERTS = " ".join(
     for setting in SECTION_SETTINGS[section]
     if setting.name.startswith("moe_")
 )
-"""What experts are, and how tokens are routed to them."""
+"""Settings of experts and of their router."""
 
 DEPENDENTS = (
     where(_OF_EXPERTS, "num_experts != none", "is for experts", "--num-experts 8"),

@@ -134,7 +134,7 @@ _HINTS: Mapping[str, str] = MappingProxyType(
         "profiling.enable_memory_snapshot": "--record-memory-history",
     }
 )
-"""What stands for settings here."""
+"""Setting of torchtitan -> what to use here in its place."""
 
 
 def _model(job: TitanJob, lost: list[str]) -> ModelConfig | None:
