@@ -19,8 +19,8 @@ from benchmarks.turns import about, timed
 from fivefold.context.sparse import SparseLatents
 from fivefold.model.attention.grouped_query import Scope
 from fivefold.model.attention.scores import Scores
-from fivefold.model.attention.sparse import Choosing, Index, IndexerTraining
-from fivefold.model.context import Noted
+from fivefold.model.attention.sparse import ChoiceSettings, Index, IndexerTraining
+from fivefold.model.context import BackwardLosses
 from fivefold.units import human_bytes
 
 HEADS, PLAIN, ROTARY, VALUES, LATENT = 8, 32, 16, 32, 128
@@ -42,8 +42,8 @@ def measured(length: int, topk: int, alone: bool) -> tuple[float, int]:
     weight = torch.randn(HEADS * (PLAIN + VALUES), LATENT, requires_grad=True)
     of_index = (length, INDEX_HEADS, DIM), (length, DIM), (length, INDEX_HEADS)
     queries, keys, weights = (torch.randn(1, *size, requires_grad=True) for size in of_index)
-    training = IndexerTraining(1e-3, True, None, HEADS, lambda x: x, Noted())
-    index = Index(queries, keys, weights, Choosing(INDEX_HEADS, topk, DIM**-0.5, training))
+    training = IndexerTraining(1e-3, True, None, HEADS, lambda x: x, BackwardLosses())
+    index = Index(queries, keys, weights, ChoiceSettings(INDEX_HEADS, topk, DIM**-0.5, training))
     scope = Scope(index=index, scores=Scores(0.1, None))
     kernel, up = SparseLatents(None, alone), partial(_projected, weight)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

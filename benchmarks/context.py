@@ -38,14 +38,14 @@ from fivefold.audit.traffic import Traffic
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
-from fivefold.context.attention import Across, HeadAssignment, Heads
+from fivefold.context.attention import HeadAssignment, KVExchangeAttention, UlyssesAttention
 from fivefold.context.balance import split
 from fivefold.context.install import make_kernel
-from fivefold.context.transport import Backward, Gather, Own, Ring
+from fivefold.context.transport import Backward, Gather, OwnTokens, Ring
 from fivefold.data.packing import Microbatch
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.groups import Groups, build_groups
-from fivefold.model.attention.blocks import Sight
+from fivefold.model.attention.blocks import DocumentMask
 from fivefold.model.attention.grouped_query import Kernel, Scope, attention
 from fivefold.model.dropout import HeadDropout
 from fivefold.model.shards import MicrobatchShare
@@ -62,7 +62,7 @@ RESULTS = Path(__file__).parent / "results"
 class PublishedRing(Ring):
     """dKV starts at home with the own block and goes all the way round."""
 
-    def backward(self, own: Own) -> Backward:
+    def backward(self, own: OwnTokens) -> Backward:
         """P - 1 hops of KV and P of dKV."""
         chunks = own.part.shards.chunks
         size, rank = self.group.size(), self.group.rank()
@@ -145,10 +145,10 @@ def _hierarchy(groups: Groups) -> Kernel:
 
 WAYS: Mapping[str, Callable[[Groups], Kernel]] = {
     "p2p": lambda groups: make_kernel("p2p", groups),
-    "published ring": lambda groups: Across(PublishedRing(_cp(groups))),
+    "published ring": lambda groups: KVExchangeAttention(PublishedRing(_cp(groups))),
     "all_gather": lambda groups: make_kernel("all_gather", groups),
-    "published all-gather": lambda groups: Across(Gather(_cp(groups), 1)),
-    "a2a": lambda groups: Heads(_cp(groups)),
+    "published all-gather": lambda groups: KVExchangeAttention(Gather(_cp(groups), 1)),
+    "a2a": lambda groups: UlyssesAttention(_cp(groups)),
     "published Ulysses": lambda groups: PublishedUlysses(_cp(groups)),
     "a2a+p2p": _hierarchy,
 }
@@ -188,7 +188,7 @@ def measure(env: RankEnv, length: int, steps: int, folder: Path) -> None:
     ranks = env.world_size
     sizes = (2, ranks // 2) if ranks > 2 else ()
     groups = build_groups(Grid(cp=ranks), env.rank, "cpu", sharded=False, cp_sizes=sizes)
-    part = MicrobatchShare(split(1, Sight((0, length)), ranks), env.rank)
+    part = MicrobatchShare(split(1, DocumentMask((0, length)), ranks), env.rank)
     kernels = {name: make(groups) for name, make in WAYS.items() if sizes or "+" not in name}
     shape = 1, length // ranks
     generator = torch.Generator().manual_seed(env.rank)

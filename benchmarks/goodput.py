@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.faults import journal, write_corpus
 from benchmarks.planted_faults import write_plan
-from fivefold.report.story import Story, read_story
+from fivefold.report.history import RunHistory, read_history
 
 LAYOUT = "--nproc 2 --global-batch-size 4 --eval-interval 0 --max-restarts 1000"
 
@@ -52,10 +52,10 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run: its story, the ranks that were killed, and the steps that ran in all."""
+    """A finished run: its history, the ranks that were killed, and the steps that ran in all."""
 
     way: Way
-    story: Story
+    history: RunHistory
     kills: int
     ran: int
     bits: list[list[str]]
@@ -118,7 +118,7 @@ def run(
     steps = [record for record in journal(folder) if "bits" in record]
     last = {record["step"]: record["bits"] for record in steps}
     bits = [last[step] for step in sorted(last)]
-    return Outcome(way, read_story(folder / "run"), kills, len(steps), bits)
+    return Outcome(way, read_history(folder / "run"), kills, len(steps), bits)
 
 
 def table(found: Sequence[Outcome]) -> str:
@@ -126,9 +126,9 @@ def table(found: Sequence[Outcome]) -> str:
     lines = ["| states kept | steps done | faults | goodput | steps run again | minutes |"]
     lines.append("|---|" + "--:|" * 5)
     for outcome in found:
-        goodput = outcome.story.goodput
+        goodput = outcome.history.goodput
         assert goodput is not None
-        minutes = outcome.story.step_seconds / goodput / 60
+        minutes = outcome.history.step_seconds / goodput / 60
         lines.append(
             f"| {outcome.way.name} | {len(outcome.bits)} | {outcome.kills} | {goodput:.1%} "
             f"| {outcome.ran - len(outcome.bits)} | {minutes:.1f} |"

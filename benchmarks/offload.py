@@ -71,9 +71,9 @@ def on_host(named: dict[str, tuple[int, ...]], folder: Path | None = None) -> Wa
     def step() -> None:
         for name in reversed(list(weights)):
             weights[name].grad = gradients[name]
-            host.leave(name)
+            host.offload(name)
         host.step(RATES, NORM, None)
-        host.state.settle()  # what would go on beside the next step
+        host.state.synchronize()  # what would go on beside the next step
 
     return step, sum(tensor.nbytes for tensor in host.tensors()), host.disk_bytes()
 

@@ -25,7 +25,7 @@ TIMELINE = "fivefold schedule zb_v --stages 4 --microbatches 8 --svg"
 
 
 def shorten(lines: list[str]) -> Iterable[str]:
-    """Leave out most step lines: the first three and every tenth tell the story."""
+    """Leave out most step lines: the first three and every tenth tell the history."""
     for line in lines:
         step = line.split("/")[0].strip()
         if step.isdigit() and not (int(step) % 10 == 0 or int(step) <= 3):

@@ -154,7 +154,7 @@ def _fetched(
     except ConfigError:
         raise
     except Exception as error:  # what the HTTP library below raises depends on the release
-        raise ConfigError(_told(name, error)) from error
+        raise ConfigError(_fetch_mistake(name, error)) from error
 
 
 def _downloaded(
@@ -197,7 +197,7 @@ def _downloaded(
     return folder, True
 
 
-def _told(name: HubName, error: Exception) -> Mistake:
+def _fetch_mistake(name: HubName, error: Exception) -> Mistake:
     """The message for a failure of the library."""
     from huggingface_hub import errors
 

@@ -27,7 +27,7 @@ FORWARD, FORWARD_LIGHT = "#3b75af", "#8fb8de"
 DX, DX_LIGHT = "#3a8f5c", "#93cca8"
 DX_AND_DW, DX_AND_DW_LIGHT = "#2b7f7a", "#8ac4c0"
 DW, DW_LIGHT = "#d9822b", "#f2c188"
-AGAIN, AGAIN_LIGHT = "#8a8a8a", "#c4c4c4"
+RECOMPUTED, RECOMPUTED_LIGHT = "#8a8a8a", "#c4c4c4"
 HELD = "#a48fc4"
 EXPERT = "#7a8b2f"
 RUN = INK
@@ -42,7 +42,7 @@ MEMORY: Mapping[str, str] = MappingProxyType(
         "optimizer": "#c9a227",
         "8-bit scales": EXPERT,
         "activations": HELD,
-        "recomputed": AGAIN,
+        "recomputed": RECOMPUTED,
         "loss": "#b5507a",
         "deferred weight gradients": DW,
         "working set": DW_LIGHT,
@@ -53,8 +53,8 @@ STEP: Mapping[str, str] = MappingProxyType(
     {
         "ideal": FORWARD,
         "kernel efficiency": FORWARD_LIGHT,
-        "recompute": AGAIN,
-        "offloading": AGAIN_LIGHT,
+        "recompute": RECOMPUTED,
+        "offloading": RECOMPUTED_LIGHT,
         "bubble": "#b5507a",
         "TP communication": "#d9822b",
         "CP communication": "#e39b52",
@@ -146,17 +146,17 @@ def row(name: str, track: Iterable[str], value: str) -> str:
     )
 
 
-def bar(start: float, length: float, colour: str, told: str) -> str:
+def bar(start: float, length: float, colour: str, title: str) -> str:
     """A bar on a track; `start` and `length` are shares of the track's width, 0 to 1."""
     return (
         f'<i style="left:{start:.3%};width:{length:.3%};background:{colour}" '
-        f'title="{escape(told)}"></i>'
+        f'title="{escape(title)}"></i>'
     )
 
 
-def mark(at: float, told: str, *, hard: bool) -> str:
+def mark(at: float, title: str, *, hard: bool) -> str:
     """A line across a track, at a share of its width."""
-    return f'<i class="mark{" hard" * hard}" style="left:{at:.3%}" title="{escape(told)}"></i>'
+    return f'<i class="mark{" hard" * hard}" style="left:{at:.3%}" title="{escape(title)}"></i>'
 
 
 def legend(colours: Mapping[str, str], marks: Mapping[str, bool]) -> str:

@@ -61,11 +61,11 @@ class ParallelModel:
         order."""
         if self.offloaded is not None:
             acts = program.ranks[self.executor.pp_rank]
-            further = not program.forward_only
+            mtp = not program.forward_only
             self.offloaded.follow(
                 block
                 for stage, backward in passes(acts)
-                for block in self.gradients[stage].away(backward=backward, further=further)
+                for block in self.gradients[stage].offloaded(backward=backward, mtp=mtp)
             )
         for gradients in self.gradients.values():
             gradients.before_run(trains=not program.forward_only)

@@ -32,7 +32,7 @@ from fivefold.model.fusions import install_fusions
 from fivefold.model.transformer import Stage
 from fivefold.parallel_model import ParallelModel
 from fivefold.pipeline.run.executor import Executor
-from fivefold.pipeline.run.turns import Turns
+from fivefold.pipeline.run.interleaver import Interleaver
 from fivefold.tensor.deferred_weight import DeferredWeights, SumOf
 from fivefold.tensor.exchange import TokensInParts, exchange_of
 from fivefold.tensor.install import install_deferral, install_ends, install_tensor_parallel
@@ -49,7 +49,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     config = layout.config
     policy = make_policy(config)
     pp_rank = groups.at["pp"]
-    deferred, turns = DeferredWeights(), Turns(device)
+    deferred, turns = DeferredWeights(), Interleaver(device)
     # PyTorch's linears add nothing to sums, nor do the ends beside them.
     of_ends = deferred if layout.owns_linears else DeferredWeights()
     records = {record.name: record for record in parameter_records(layout, groups.rank)}
@@ -74,17 +74,19 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         for stage in stages.values():
             compile_layers(stage, config.training.compile_backend)
         log.info("layers compiled with %s", config.training.compile_backend)
-    away = on_host if config.memory.param_cpu_offload else frozenset()
+    weights_on_host = on_host if config.memory.param_cpu_offload else frozenset()
     gradients = {
-        index: _install_data_parallel(layout, groups, stage, policy, device, records, away)
+        index: _install_data_parallel(
+            layout, groups, stage, policy, device, records, weights_on_host
+        )
         for index, stage in stages.items()
     }
     offloaded = None
-    if away:
-        blocks = [block for each in gradients.values() for block in each.away()]
+    if weights_on_host:
+        blocks = [block for each in gradients.values() for block in each.offloaded()]
         named = dict(kept for stage in stages.values() for kept in stage.named_parameters())
         offloaded = OffloadedParameters(blocks, named, device, config.memory.param_offload_path)
-        log.info("weights visit the device for their gathers")
+        log.info("weights are copied to the device for their gathers")
     deferred.sums = _sums(layout, gradients.values())
     executor = Executor(
         stages,
@@ -247,7 +249,9 @@ def _install_memory(
             install_cross_entropy(stage, memory, groups.tp, sequence, of_ends)
     numbers = " ".join(map(str, memory.recompute_num_layers))
     if memory.recomputes_first_layers:
-        modules = f", {' '.join(memory.recompute_modules)} of each" * bool(memory.remade_modules)
+        modules = f", {' '.join(memory.recompute_modules)} of each" * bool(
+            memory.recomputed_modules
+        )
         log.info("recompute: the first %s layers of a stage%s", numbers, modules)
     elif memory.recompute_granularity == "selective":
         log.info("recompute: %s", ", ".join(memory.recompute_modules))
@@ -270,18 +274,18 @@ def _install_data_parallel(
     policy: Policy,
     device: torch.device,
     records: dict[str, ParameterRecord],
-    away: frozenset[str],
+    offloaded: frozenset[str],
 ) -> StageGradients:
     """Install data parallelism and allocate a stage: with FSDP2 after sharding, so that no rank
     holds it whole.
 
-    `away`: names of parameters whose shards are not kept on the device.
+    `offloaded`: names of parameters whose shards are not kept on the device.
     """
     in_hooks = policy.overlap_grad_reduce
     if policy.needs_fsdp:
         by_hand = layout.alternates_within_stages
         sharded = ShardedStage(stage, groups, policy, reduces_in_hooks=in_hooks, by_hand=by_hand)
-        sharded.give_memory(device, away)
+        sharded.give_memory(device, offloaded)
         stage.tie()  # memory was given to a tied weight more than once
         return sharded
     for module in stage.modules():

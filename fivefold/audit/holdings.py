@@ -14,7 +14,7 @@ from fivefold.errors import Mistake, TrainingError
 from fivefold.units import human_bytes
 
 HOST = "host"
-"""The category of what is not on the device: it counts as nothing."""
+"""Category of tensors that stand for host memory; their bytes are not counted."""
 SHOWN = 8
 
 

@@ -105,7 +105,7 @@ def _held(engine: Measurable) -> dict[str, float]:
         "parameters": here,
         "optimizer": engine.optimizer.device.held(),
         "scales": engine.model.scaling.held(),
-        "rooms": host.rooms(),
+        "update_buffers": host.update_buffers(),
         "host": host.tensors(),
     }
     held = {name: sum(tensor.nbytes for tensor in each) for name, each in tensors.items()}
@@ -116,8 +116,8 @@ def _moved(host: HostAdamW) -> dict[str, float]:
     """The record's bytes of copies for the optimizer, and of weights copied to the device, since
     the run began."""
     moved = {
-        "to_host": host.link.out_bytes,
-        "from_host": host.link.back_bytes,
+        "to_host": host.link.to_host_bytes,
+        "from_host": host.link.to_device_bytes,
         "state_moving": host.state.moving_seconds + host.link.seconds,
         "state_waited": host.state.waited_seconds + host.link.seconds,
     }
@@ -125,7 +125,7 @@ def _moved(host: HostAdamW) -> dict[str, float]:
     if weights is None:
         return moved
     return moved | {
-        "brought": weights.link.back_bytes,
+        "brought": weights.link.to_device_bytes,
         "moving": weights.moving_seconds,
         "waited": weights.waited_seconds,
     }

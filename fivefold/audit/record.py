@@ -35,7 +35,7 @@ class RankRecord:
         gradients: bytes of the gradients that the optimizer gets after all reductions.
         optimizer: bytes of the optimizer's moments on the device.
         scales: bytes of delayed scales of 8-bit operands, and of their histories.
-        rooms: bytes of rooms on the device in which state from the host is updated.
+        update_buffers: bytes of the device buffers in which state from the host is updated.
         activations: bytes kept between forward and backward of one microbatch, by stage.
         multiplications: FLOPs of matrix products, without those of attention.
         packed: whether rows of the microbatch of `activations` held several documents.
@@ -78,7 +78,7 @@ class RankRecord:
     operations: Amount | None = None
     layer_operations: tuple[Amount, Amount] | None = None
     waits: Mapping[str, Amount] | None = None
-    rooms: Amount = 0.0
+    update_buffers: Amount = 0.0
     scales: Amount = 0.0
     host: Amount = 0.0
     disk: Amount = 0.0
@@ -154,13 +154,13 @@ def expected_record(
         parameters=state.masters,
         gradients=state.updated * engine_policy(layout.config).gradient,
         optimizer=state.optimizer,
-        rooms=state.rooms,
+        update_buffers=state.update_buffers,
         scales=state.scales,
         host=state.host,
         disk=state.disk,
-        to_host=traffic.out,
-        from_host=traffic.back,
-        brought=traffic.brought,
+        to_host=traffic.to_host,
+        from_host=traffic.to_device,
+        brought=traffic.weights,
         activations={
             s: kept_activations(
                 *(layout, measured.rank, s % count, rows),

@@ -122,7 +122,7 @@ class AuditReport:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PlannerEstimate:
     """The planner's prediction for a run on a cluster.
 
     Attributes:
@@ -143,7 +143,7 @@ def audit(
     layout: Layout,
     records: Sequence[RankRecord],
     seconds: float | None,
-    outlook: Outlook | None,
+    outlook: PlannerEstimate | None,
     layer_operations: tuple[float, float] | None = None,
 ) -> AuditReport:
     """Compare what every rank did with theory.
@@ -199,9 +199,9 @@ def _compare(
 def _sent(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
     # Every cp_comm_type but a2a sends only visible keys.
     by_sight = any(kind != "a2a" for kind in layout.config.parallel.cp_comm_type)
-    told = {}
+    unjudged = {}
     if by_sight and any(record.any_packed for _, record in pairs):
-        told["cp"] = (
+        unjudged["cp"] = (
             "reported, not judged: the formula assumes whole rows, but keys of documents that no "
             "query of another rank sees are not sent"
         )
@@ -210,8 +210,8 @@ def _sent(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
             f"sent over {axis}",
             pairs,
             partial(_sent_over, axis),
-            note=told.get(axis, "a collective more or less than the closed forms know"),
-            judged=axis not in told,
+            note=unjudged.get(axis, "a collective more or less than the closed forms know"),
+            judged=axis not in unjudged,
         )
 
 
@@ -233,7 +233,7 @@ def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
         if memory.optimizer_offload_path is not None or memory.param_offload_path is not None:
             yield _compare(f"{what} on disk", pairs, lambda r: r.disk)
         if memory.offload_optimizer_states:
-            yield _compare("rooms for updates", pairs, lambda r: r.rooms)
+            yield _compare("update buffers", pairs, lambda r: r.update_buffers)
         yield _compare("copied to the host", pairs, lambda r: r.to_host)
         yield _compare("copied from the host", pairs, lambda r: r.from_host)
     if memory.param_cpu_offload:
@@ -270,7 +270,7 @@ def _products(layout: Layout, pairs: Pairs) -> Finding:
     """The finding for FLOPs of linear layers."""
     layers = {layer for spec in layout.split.stages for layer in spec.layers}
     gathers = any(map(layout.config.projects_latents, layers))
-    told = gathers and any(record.any_packed for _, record in pairs)
+    informative = gathers and any(record.any_packed for _, record in pairs)
     note = (
         "reported, not judged: the formula assumes whole rows, but gathered latents of "
         "documents that no query of this rank sees are not projected"
@@ -280,13 +280,15 @@ def _products(layout: Layout, pairs: Pairs) -> Finding:
         pairs,
         lambda record: record.multiplications,
         shown=human_flops,
-        note=note if told else "",
-        judged=not told,
+        note=note if informative else "",
+        judged=not informative,
     )
 
 
 def _operations(
-    records: Sequence[RankRecord], predicted: tuple[float, float] | None, outlook: Outlook | None
+    records: Sequence[RankRecord],
+    predicted: tuple[float, float] | None,
+    outlook: PlannerEstimate | None,
 ) -> Iterator[Finding]:
     """Findings for the operations launched by a layer and by the step, where they are most, and the
     share of the step that the host launches."""
@@ -322,7 +324,7 @@ def _kept_by(stage: int, record: RankRecord) -> float:
 
 
 def _peaks(
-    layout: Layout, records: Sequence[RankRecord], outlook: Outlook | None
+    layout: Layout, records: Sequence[RankRecord], outlook: PlannerEstimate | None
 ) -> Iterator[Finding]:
     """The finding for the highest peak of device memory."""
     counted = [(r.peak_allocated, r.rank) for r in records if r.peak_allocated is not None]
@@ -336,7 +338,7 @@ def _peaks(
     yield Finding("device memory", measured, human_bytes, predicted, rank, note=note)
 
 
-def _step_time(seconds: float | None, outlook: Outlook | None) -> Finding:
+def _step_time(seconds: float | None, outlook: PlannerEstimate | None) -> Finding:
     note = ""
     if outlook is None:
         note = _NO_CLUSTER

@@ -75,7 +75,11 @@ class HostWaits(Watch):
     def begin(self, block: ExitStack) -> None:
         """See `Watch`."""
         hooks: list[tuple[type, str, Callable[..., None]]] = [
-            (HostLink, "back", lambda link, mark, host, onto, *_, **__: self._put_there(onto)),
+            (
+                HostLink,
+                "to_device",
+                lambda link, event, host, onto, *_, **__: self._put_there(onto),
+            ),
             (torch.cuda.Event, "synchronize", self._has_waited),
             (torch.cuda.Stream, "synchronize", self._has_waited),
             *((Tensor, name, self._has_read) for name in _ACCESSORS),

@@ -182,8 +182,10 @@ class LocalCheckpoints:
         if problem is not None:
             if (full := caused_by_full_disk(problem)) is not None:
                 needed = sum(p.local.numel() * p.local.element_size() for p in pieces.values())
-                told = disk_full("keeping states in memory failed", self._folder, needed=needed)
-                raise CheckpointError(told) from full
+                full_disk = disk_full(
+                    "keeping states in memory failed", self._folder, needed=needed
+                )
+                raise CheckpointError(full_disk) from full
             raise problem
         self._complete = step
 

@@ -46,7 +46,7 @@ def planned(
         except ConfigError as error:
             refusal = refusal or error
             continue
-        note("\n".join(_told(asked, candidate, result.found)))
+        note("\n".join(_layout_lines(asked, candidate, result.found)))
         return chosen
     assert refusal is not None
     raise refusal
@@ -64,7 +64,7 @@ def with_layout(config: Config, candidate: Candidate) -> Config:
     return config.with_values(**vars(layout.parallel), **vars(layout.memory), micro_batch_size=size)
 
 
-def _told(asked: Request, chosen: Candidate, found: tuple[Candidate, ...]) -> list[str]:
+def _layout_lines(asked: Request, chosen: Candidate, found: tuple[Candidate, ...]) -> list[str]:
     peak, capacity = chosen.memory.device_total, asked.cluster.gpu.memory_bytes
     lines = [
         f"layout: {summary(chosen.layout)}",

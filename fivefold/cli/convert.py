@@ -21,7 +21,7 @@ from fivefold.report.settings import run_config
 from fivefold.units import few, human_bytes, several
 
 if TYPE_CHECKING:
-    from fivefold.convert.spoilt import Converted
+    from fivefold.convert.non_finite import Converted
 
 SHOWN = 4  # tensors
 Bytes = Annotated[float, Allowed(lambda v: v >= 1, "at least 1")]
@@ -81,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
         made = to_run(base, target, adapter, model)
         _warn(made)
         print(f"{target}: a run folder with {human_bytes(made.size)} of weights at step 0")
-        if is_hub_folder(base) and (left_out := HubFolder(base).told_parts()):
+        if is_hub_folder(base) and (left_out := HubFolder(base).parts_left_out()):
             print(f"  the text model of {base}; left out: {left_out}")
         file, after = target / "tokenizer.json", f"fivefold sample {quote(str(target))} PROMPT"
         missing = "" if file.is_file() else f"the model's tokenizer, copied to {file}, then "
@@ -162,11 +162,11 @@ def _of_megatron(
 
 def _base(options: Options, adapter: Path, mistakes: Mistakes) -> Path:
     """The folder of the model that an adapter is for."""
-    told = options.base
+    base = options.base
     with mistakes.collecting():
-        told = read_adapter(adapter).base if told is None else told
-        told = None if told is None else str(in_place(told, WEIGHTS, note))
-        if told is None or not (Path(told) / "config.json").is_file():
-            what = f"{adapter} is an adapter to {told}, which is no Hugging Face folder here"
+        base = read_adapter(adapter).base if base is None else base
+        base = None if base is None else str(in_place(base, WEIGHTS, note))
+        if base is None or not (Path(base) / "config.json").is_file():
+            what = f"{adapter} is an adapter to {base}, which is no Hugging Face folder here"
             mistakes.add(what, works=("--base FOLDER",))
-    return Path(told or "")
+    return Path(base or "")

@@ -40,8 +40,8 @@ def run(argv: Sequence[str]) -> int:
         rows.append((corpus.name, f"{human_count(tokens)} tokens", why))
     for name, corpus in data.named.items():
         tokens, documents = len(corpus.data.tokens), corpus.data.num_documents
-        told = f"in {several(documents, 'document')} of {corpus.name}"
-        rows.append((f"validation set {name}", f"{human_count(tokens)} tokens", told))
+        source = f"in {several(documents, 'document')} of {corpus.name}"
+        rows.append((f"validation set {name}", f"{human_count(tokens)} tokens", source))
     length, batch = config.training.seq_length, config.training.global_batch_size
     for part in ("train", "valid", "test"):
         try:

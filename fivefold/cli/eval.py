@@ -156,17 +156,17 @@ def _run_tasks(options: Options) -> int:
 def _task_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Each task or group with its metrics: `acc 0.4167`, and the standard error where known."""
     for task, metrics in found["results"].items():
-        told = []
+        shown = []
         for key, value in metrics.items():
             name, comma, filtered = key.partition(",")
             if not comma or name.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             error = metrics.get(f"{name}_stderr,{filtered}")
             spread = f" \u00b1 {error:.4f}" if isinstance(error, int | float) else ""
-            told.append(f"{name} {value:.4f}{spread}")
+            shown.append(f"{name} {value:.4f}{spread}")
         samples = found["n-samples"].get(task)
         read = f"{samples['effective']:,} of {samples['original']:,} documents" if samples else ""
-        yield task, ", ".join(told), read
+        yield task, ", ".join(shown), read
 
 
 def _config(options: Options) -> Config:
@@ -242,11 +242,11 @@ def _text(options: Options, layout: Layout, found: Sequence["Evaluated"]) -> Ite
     rows = []
     for each in found:
         its, bits = each.metrics, each.bits_per_byte
-        told = [f"perplexity {its.perplexity:.4g}"]
-        told += [f"{bits:.4f} bits a byte"] if bits is not None else []
-        told += [f"{human_count(its.tokens)} tokens of {several(each.samples, 'sample')}"]
-        told += [human_seconds(its.seconds)]
-        rows.append((its.name or "validation split", f"loss {its.loss:.4f}", ", ".join(told)))
+        shown = [f"perplexity {its.perplexity:.4g}"]
+        shown += [f"{bits:.4f} bits a byte"] if bits is not None else []
+        shown += [f"{human_count(its.tokens)} tokens of {several(each.samples, 'sample')}"]
+        shown += [human_seconds(its.seconds)]
+        rows.append((its.name or "validation split", f"loss {its.loss:.4f}", ", ".join(shown)))
     yield as_table(rows)
     training, grid = layout.config.training, layout.grid
     read = f"the first {training.eval_iters * training.global_batch_size:,} samples of each set"

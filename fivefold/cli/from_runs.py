@@ -51,7 +51,7 @@ def machine(runs: Sequence[str], cluster: str | None, file: str | None) -> Poste
         ConfigError: the machine is not known, or the file cannot be written.
     """
     found = [observed(Path(run)) for run in runs]
-    name = cluster or machine_of([story for _, story in found])
+    name = cluster or machine_of([history for _, history in found])
     most = max(run.layout.grid.world_size for run, _ in found)
     known = learned(load_cluster(name, most), [run for run, _ in found])
     if file is not None:

@@ -130,27 +130,30 @@ def _record(
     """The whole request, as a value for JSON."""
     from fivefold.tell.record import as_json, compared
 
-    told = as_json(result, tokens, options.top)
+    document = as_json(result, tokens, options.top)
     if known is not None:
         from fivefold.learn.tell import record
 
-        told["learned"] = record(known)
+        document["learned"] = record(known)
     if options.rules:
         from fivefold.tell.rules import rule_of_thumb
 
         rule = rule_of_thumb(result.request)
-        told["rules"] = {"steps": rule.steps, **compared(result, rule.candidate)}
+        document["rules"] = {"steps": rule.steps, **compared(result, rule.candidate)}
     if options.guide:
         from fivefold.tell.guide import advice
         from fivefold.tell.guide import as_json as advised
 
-        told["guide"] = advised(advice(result))
+        document["guide"] = advised(advice(result))
     if other is not None:
         from fivefold.tell.explain import best_with
 
         found = best_with(result, other)
-        told["why"] = {"with": options.why, **compared(result, found.best if found.found else None)}
-    return told
+        document["why"] = {
+            "with": options.why,
+            **compared(result, found.best if found.found else None),
+        }
+    return document
 
 
 def _report(
@@ -206,8 +209,8 @@ def _details(result: "SearchResult", changes: Sequence["Sensitivity"]) -> Iterat
     if context := list(report.context(result)):
         yield from _section("context parallelism", prose(context))
     if others := report.others(result):
-        told = (line for layout, reason in others for line in (f"{layout}:", f"  {reason}"))
-        yield from _section("not chosen", prose(told))
+        document = (line for layout, reason in others for line in (f"{layout}:", f"  {reason}"))
+        yield from _section("not chosen", prose(document))
     yield from _section("changes", listed(effects(result, changes), right=(1,)))
     yield from _section("time for memory", listed(report.traded(result), report.NUMBERS[:3]))
 

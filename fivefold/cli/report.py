@@ -9,8 +9,8 @@ from fivefold.config.settings import argument, option
 from fivefold.config.sources import load_options
 from fivefold.errors import FivefoldError
 from fivefold.files import telling_unwritable, write_atomic
+from fivefold.report.history import read_history
 from fivefold.report.page import page
-from fivefold.report.story import read_story
 
 FILE = "report.html"
 
@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     options = load_options(argv, Options)
     folders = [Path(name) for name in (options.run, options.other) if name is not None]
     gains = [line for folder in folders for line in _gains(folder, options.cluster)]
-    text = page([read_story(folder) for folder in folders], gains)
+    text = page([read_history(folder) for folder in folders], gains)
     path = Path(options.html) if options.html else folders[0] / FILE
     with telling_unwritable(path, attempt=f"--html {FILE}, or another file that can be written"):
         write_atomic(path, text)

@@ -89,13 +89,13 @@ def _continue(sampler: "Sampler", how: "Sampling", prompts: list[str]) -> None:
     for news in sampler.write(prompts, how):
         written = [text + new for text, new in zip(written, news, strict=True)]
     for number, (prompt, text) in enumerate(zip(prompts, written, strict=True), 1):
-        if sampler.speaks:
+        if sampler.prints:
             print(f"[{number}] {prompt}{text}", flush=True)
 
 
 def _show(sampler: "Sampler", begin: str, news: Iterator[str]) -> str:
     """Print a text while it is written, and return what is new."""
-    out = sys.stdout if sampler.speaks else StringIO()
+    out = sys.stdout if sampler.prints else StringIO()
     written = next(news, "")  # raises here, before any output, if a prompt is wrong
     out.write(begin + written)
     out.flush()

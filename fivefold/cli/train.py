@@ -15,7 +15,7 @@ from fivefold.config.config import Config
 from fivefold.config.settings import Count, Whole, argument, option
 from fivefold.config.sources import load_with_origins
 from fivefold.errors import ConfigError, Mistake, Mistakes
-from fivefold.train.folder.homes import with_home
+from fivefold.train.folder.homes import with_home_folders
 from fivefold.train.machine.devices import Asked
 from fivefold.train.ranks.rank_env import check_restarts, read_rank_env
 
@@ -63,7 +63,7 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     loaded = load_with_origins(argv, Options, note)
-    options, config = loaded.options, with_home(loaded.config)
+    options, config = loaded.options, with_home_folders(loaded.config)
     world = ranks(options.nproc, dry_run=options.dry_run)
     check_restarts(options.max_restarts, read_rank_env().launcher, config.checkpoint.save)
     plans, budget = options.layout == "auto", options.memory_budget

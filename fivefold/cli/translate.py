@@ -21,7 +21,7 @@ from fivefold.config.deepspeed_job.file import read_file
 from fivefold.config.deepspeed_job.settings import translate as translate_file
 from fivefold.config.megatron import is_megatron, megatron_checkpoint
 from fivefold.config.megatron_job.arguments import MegatronJob, job_of, read_job
-from fivefold.config.megatron_job.command import Around
+from fivefold.config.megatron_job.command import ScriptEnvironment
 from fivefold.config.megatron_job.settings import translate as translate_job
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import Count, argument, changed, option
@@ -89,12 +89,12 @@ def run(argv: Sequence[str]) -> int:
     else:
         _check_unwritten(Path(target))
         write_atomic(Path(target), recipe)
-    told = sys.stderr if options.target is None else sys.stdout
+    stream = sys.stderr if options.target is None else sys.stdout
     load = options.source if options.source != "-" and Path(options.source).is_dir() else None
-    for line in _told(found, refused, [each.name for each in idle], told):
-        print(line, file=told)
-    for line in _next(found, target, ranks, load, told):
-        print(line, file=told)
+    for line in _report_lines(found, refused, [each.name for each in idle], stream):
+        print(line, file=stream)
+    for line in _next(found, target, ranks, load, stream):
+        print(line, file=stream)
     return 0
 
 
@@ -172,10 +172,10 @@ def _with_model(options: Options, trainer: str, make: Callable[[], Translation])
     return replace(found, values={"model": options.model} | found.values)
 
 
-def _around(options: Options, path: Path) -> Around:
+def _around(options: Options, path: Path) -> ScriptEnvironment:
     """The environment of a script: variables are read as bash would read them if it ran here."""
     arguments = shlex.split(options.script_arguments or "")
-    return Around(os.environ, arguments, None if options.source == "-" else path)
+    return ScriptEnvironment(os.environ, arguments, None if options.source == "-" else path)
 
 
 def _check_unasked(options: Options, *names: str) -> None:
@@ -233,7 +233,7 @@ def _ranks_of(found: Translation, config: Config) -> int:
     return found.ranks if found.ranks and fits else fewest
 
 
-def _told(
+def _report_lines(
     found: Translation, refused: Sequence[str], idle: Sequence[str], stream: TextIO
 ) -> Iterator[str]:
     if found.lost:

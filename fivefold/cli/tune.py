@@ -39,7 +39,7 @@ from fivefold.tell.explain import percent
 from fivefold.tell.infeasible import why_nothing
 from fivefold.train.corpora import check_corpora, open_data
 from fivefold.train.folder.fetched import with_fetched
-from fivefold.train.folder.homes import with_home
+from fivefold.train.folder.homes import with_home_folders
 from fivefold.train.machine.devices import Asked, choose_device, visible_gpus
 from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.units import human_seconds, table
@@ -78,7 +78,7 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     loaded = load_with_origins(argv, Options, note)
-    loaded = replace(loaded, config=with_home(loaded.config))
+    loaded = replace(loaded, config=with_home_folders(loaded.config))
     options, config = loaded.options, loaded.config
     if (launcher := read_rank_env().launcher) != "single":
         raise ConfigError(f"tune starts ranks itself, and {launcher} has started this one")
@@ -106,9 +106,9 @@ def run(argv: Sequence[str]) -> int:
         machine, planned, attempt, options.trial_steps, options.run_steps, options.max_trials
     )
     for number, one in enumerate(tuning.explore(), 1):
-        print(f"trial {number}: {_told(one)}", flush=True)
+        print(f"trial {number}: {_described_trial(one)}", flush=True)
     for one in tuning.halve():
-        print(f"again: {_told(one)}", flush=True)
+        print(f"again: {_described_trial(one)}", flush=True)
     best = tuning.best
     if best is None:
         whys = dict.fromkeys(each.why for each in tuning.tried)
@@ -168,7 +168,7 @@ def candidates(loaded: Loaded[Options], world: int, machine: Cluster) -> list[La
     return made
 
 
-def _told(one: Tried) -> str:
+def _described_trial(one: Tried) -> str:
     if not one.times:
         return f"failed ({one.why}): {summary(one.layout)}"
     wide = half_width(one.doubt) - 1
@@ -189,8 +189,8 @@ def _result(tuning: Tuning, best: Tried, out: Path, world: int) -> Iterator[str]
     for one in sorted(tuning.tried, key=lambda t: t.usual if t.times else inf):
         slower = percent(one.usual / best.usual - 1) if one.times else ""
         step = human_seconds(one.usual) if one.times else "failed"
-        told = summary(one.layout) + (f" ({one.why})" if one.why else "")
-        rows.append((step, slower, human_seconds(one.predicted), told))
+        described = summary(one.layout) + (f" ({one.why})" if one.why else "")
+        rows.append((step, slower, human_seconds(one.predicted), described))
     yield from table(rows, right=(0, 1, 2))
     yield ""
     yield from constants_table(tuning.known)

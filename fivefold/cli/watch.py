@@ -13,8 +13,8 @@ from fivefold.config.settings import Allowed, argument, option
 from fivefold.config.sources import load_options
 from fivefold.errors import DataError
 from fivefold.report.facts import facts
+from fivefold.report.history import RunHistory, read_history
 from fivefold.report.settings import run_config
-from fivefold.report.story import Story, read_story
 from fivefold.units import human_seconds
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
@@ -49,29 +49,29 @@ def run(argv: Sequence[str]) -> int:
     from rich.text import Text
 
     console = Console(highlight=False)
-    story = read_story(folder)
+    history = read_history(folder)
     if options.once or not console.is_terminal:
-        print("\n".join(view(story, console.width)))  # rich would exit if the reader has gone
+        print("\n".join(view(history, console.width)))  # rich would exit if the reader has gone
         return 0
     with Live(Text(""), console=console, auto_refresh=False, screen=False) as live:
         while True:
-            live.update(Text("\n".join(view(story, console.width))), refresh=True)
-            if story.is_finished:
+            live.update(Text("\n".join(view(history, console.width))), refresh=True)
+            if history.is_finished:
                 return 0
             time.sleep(options.interval)
             with suppress(DataError):  # the file is being replaced; the next look reads it
-                story = read_story(folder)
+                history = read_history(folder)
 
 
-def view(story: Story, width: int) -> list[str]:
+def view(history: RunHistory, width: int) -> list[str]:
     """The lines that describe a run."""
-    rows = facts([story])
+    rows = facts([history])
     names = max(len(name) for name, _ in rows)
-    lines = [story.name, "", *(f"{name:<{names}}  {value}" for name, value in rows)]
-    if losses := [*story.values("loss").values()]:
+    lines = [history.name, "", *(f"{name:<{names}}  {value}" for name, value in rows)]
+    if losses := [*history.values("loss").values()]:
         lines += [f"{'loss':<{names}}  {sparkline(losses, max(10, width - names - 4))}"]
-    lines += ["", *(f"{each.when:%H:%M:%S}  {each.what}" for each in story.happenings[-EVENTS:])]
-    return [line[:width] for line in [*lines, "", _state(story)]]
+    lines += ["", *(f"{each.when:%H:%M:%S}  {each.what}" for each in history.happenings[-EVENTS:])]
+    return [line[:width] for line in [*lines, "", _state(history)]]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -88,14 +88,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(HEIGHTS[round((mean - low) * scale)] for mean in means)
 
 
-def _state(story: Story) -> str:
-    if story.is_finished:
+def _state(history: RunHistory) -> str:
+    if history.is_finished:
         return "finished"
-    usual = story.usual("seconds")
-    if story.seen is None or usual is None:
+    usual = history.usual("seconds")
+    if history.seen is None or usual is None:
         return "no step has ended yet"
-    silent = max(0.0, (datetime.now().astimezone() - story.seen).total_seconds())
-    left = human_seconds(usual * (story.config.training.num_steps - story.done))
+    silent = max(0.0, (datetime.now().astimezone() - history.seen).total_seconds())
+    left = human_seconds(usual * (history.config.training.num_steps - history.done))
     if silent > max(AT_LEAST, SILENT * usual):
         return f"no step for {human_seconds(silent)}, a step takes {human_seconds(usual)}"
     return f"{left} left; last step {human_seconds(silent)} ago"

@@ -356,7 +356,9 @@ class Architecture:
     mamba_num_heads: Count | None = option(
         None, "heads of Mamba-2 (default: 2 x hidden size / mamba_head_dim)"
     )
-    mtp_num_layers: Whole = option(0, "further tokens that are predicted (multi-token prediction)")
+    mtp_num_layers: Whole = option(
+        0, "tokens predicted after the next one, by a module each (multi-token prediction)"
+    )
     mtp_hybrid_override_pattern: str | None = option(
         None,
         "layers of each MTP module of a hybrid model, in the letters of hybrid_override_pattern",

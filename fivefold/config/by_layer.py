@@ -21,7 +21,7 @@ LINEAR_VARIANTS = "gated_delta_net", "kimi_delta_attention"
 OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Settings that say something of latent attention only, and that Megatron-LM has, too."""
 OF_INDEXER = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
-"""Settings that say what dsa's indexer is."""
+"""Settings of the indexer of DeepSeek Sparse Attention (dsa)."""
 OF_ITS_LOSS = ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss")
 """Settings that say how it is trained."""
 OF_MAMBA = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")

@@ -9,7 +9,7 @@ MOCK = "mock"
 IGNORED = -100
 """The label of a token that the loss ignores, as in torch."""
 FIM_TOKENS = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token")
-"""Settings of what is put into rearranged documents."""
+"""Settings that name the tokens of rearranged documents (FIM)."""
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,12 @@ def megatron_checkpoint(folder: Path, step: int | None, step_flag: str = "--ckpt
             raise CheckpointError(Mistake(what, works=(f"{step_flag} none",)))
     else:
         tracked = read_text(folder / TRACKER, CheckpointError) if step is None else str(step)
-        told = tracked.strip()[:19]
-        found = folder / (f"iter_{int(told):07d}" if told.isdecimal() else "release")
+        iteration = tracked.strip()[:19]
+        found = folder / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else "release")
         if not found.is_dir():
             there = sorted(path.name[5:] for path in folder.glob("iter_*"))
             works = tuple(f"{step_flag} {int(step)}" for step in there if step.isdecimal())
-            what = f"there is no checkpoint of iteration {told} in {folder}"
+            what = f"there is no checkpoint of iteration {iteration} in {folder}"
             raise CheckpointError(Mistake(what, works=works))
     if any(found.glob(_OLD)):
         what = f"{found} has the format of --ckpt-format torch, a file of each rank"

@@ -110,12 +110,12 @@ class MemoryConfig:
         return self.optimizer_cpu_offload or self.offload_optimizer_states
 
     @property
-    def makes_logits_again(self) -> bool:
+    def recomputes_logits(self) -> bool:
         """Whether the loss saves no logits, so that its backward recomputes them."""
         return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
 
     @property
-    def remade_modules(self) -> tuple[str, ...]:
+    def recomputed_modules(self) -> tuple[str, ...]:
         """Modules that selective recomputation recomputes somewhere; a2a_overlap_mlp stands for
         several."""
         if self.recompute_granularity != "selective":
@@ -126,9 +126,9 @@ class MemoryConfig:
         return tuple(dict.fromkeys(modules))
 
     @property
-    def remakes_mlp(self) -> bool:
+    def recomputes_mlp(self) -> bool:
         """Whether some dense MLP is recomputed."""
-        return self.recompute_granularity == "full" or "mlp" in self.remade_modules
+        return self.recompute_granularity == "full" or "mlp" in self.recomputed_modules
 
     def tile_of(self, tokens: int) -> int:
         """Tokens in each tile of a recomputed dense MLP; the last tile may be smaller."""
@@ -146,7 +146,7 @@ class MemoryConfig:
     @property
     def modules_of_halves(self) -> tuple[str, ...]:
         """Those modules that exist only where a forward and a backward are interleaved."""
-        return tuple(name for name in self.remade_modules if name.startswith("a2a_overlap"))
+        return tuple(name for name in self.recomputed_modules if name.startswith("a2a_overlap"))
 
     @property
     def moved_items(self) -> tuple[str, ...]:
@@ -206,25 +206,25 @@ class MemoryConfig:
         return [(range(i, i + 1), True) for i in everything[:size]] + [(everything[size:], False)]
 
 
-WEIGHT_ROOMS = 2
-"""Rooms in host memory into which weights are read from a disk ahead of their use."""
+NUM_WEIGHT_BUFFERS = 2
+"""Buffers in host memory into which weights are read from a disk ahead of their use."""
 UPDATE_BUCKET = 4 << 20
 """Elements of optimizer state off the device that are updated at once, wherever that is."""
-UPDATE_ROOMS = 3
-"""Rooms through which buckets pass: one is read, one is updated, one is written back."""
+NUM_UPDATE_BUFFERS = 3
+"""Buffers through which buckets pass: one is read, one is updated, one is written back."""
 
 
-def update_rooms(elements: int) -> tuple[int, int]:
+def update_buffers(elements: int) -> tuple[int, int]:
     """The number of buffers through which buckets of this many elements pass, and the elements of
     each."""
-    return (UPDATE_ROOMS, UPDATE_BUCKET) if elements > UPDATE_BUCKET else (1, elements)
+    return (NUM_UPDATE_BUFFERS, UPDATE_BUCKET) if elements > UPDATE_BUCKET else (1, elements)
 
 
-def room_for(elements: int, kept: Iterable[tuple[int, int]]) -> int:
+def buffer_size(elements: int, kept: Iterable[tuple[int, int]]) -> int:
     """Elements of one kind in a buffer through which buckets of this many elements pass.
 
     Args:
-        elements: elements of the room.
+        elements: elements of the buffer.
         kept: for each parameter that passes, its elements, and the numbers of the kind that are
             kept of it: as many, or a scale for each block of a row, or none.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config.huggingface import from_hf_config
-from fivefold.config.huggingface.multimodal import told_of
+from fivefold.config.huggingface.multimodal import text_model_note
 from fivefold.config.layer_pattern import runs
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.sparse import V32_SIZES
@@ -565,18 +565,18 @@ def resolve_model(name_or_path: str | Path) -> ModelConfig:
     raise ConfigError(Mistake(what, tuple(why), works=tuple(PRESETS)))
 
 
-def told_of_model(name: str) -> str | None:
+def model_note(name: str) -> str | None:
     """A note about parts of a model that are not read, or about its origin; None: there is nothing
     to say."""
     if HUB_NAMES.get(name, name) in PRESETS:
         return None
     if (path := _path(name)) is not None:
-        return None if path.suffix == ".toml" else told_of(path)
+        return None if path.suffix == ".toml" else text_model_note(path)
     if (named := model_named(name)) is None:
         return None
     folder = fetched_model(named, CONFIG_ALONE, _log.info)
-    told = (f"{name} is {named.page} at {folder.name[:8]}", told_of(folder))
-    return "; ".join(filter(None, told))
+    notes = (f"{name} is {named.page} at {folder.name[:8]}", text_model_note(folder))
+    return "; ".join(filter(None, notes))
 
 
 def _path(name: str) -> Path | None:

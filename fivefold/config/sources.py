@@ -12,7 +12,7 @@ from fivefold.config.flags import ALIASES, SWITCHES, Given, add_bad_value, scan
 from fivefold.config.foreign import foreign, name_of
 from fivefold.config.huggingface import read_adapter
 from fivefold.config.model import ModelConfig
-from fivefold.config.presets import HUB_NAMES, PRESETS, resolve_model, told_of_model
+from fivefold.config.presets import HUB_NAMES, PRESETS, model_note, resolve_model
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.settings import Setting, flag_of, settings_of
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean, shown
@@ -127,8 +127,8 @@ def load_with_origins(
     for orphan in (each for each in left_out if each.name not in ignored):
         note(f"{orphan.shown} of the recipe is left out: {orphan.why}")
     model = given.values.get("model") or written.get("model", {}).get(PRESET) or recipe
-    if model is not None and (told := told_of_model(model)) is not None:
-        note(told)
+    if model is not None and (its_note := model_note(model)) is not None:
+        note(its_note)
     return Loaded(loaded, config, by_flag, in_recipe - by_flag, model)
 
 

@@ -24,7 +24,7 @@ OF_MUON = (
     *("muon_scale_mode", "muon_extra_scale_factor"),
 )
 """Settings that only Muon has."""
-SCALE_BY_TRIAL = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 """Settings of a loss scale that is not constant."""
 BLOCK = 32
 """Elements of a row that share a scale in a moment of 8 bits; the scale takes a byte."""
@@ -231,8 +231,8 @@ class TrainingConfig:
 
     @property
     def must_be_finite(self) -> bool:
-        """Whether a step that is not finite is left out: always in fp16, whose loss scale is found
-        by trial."""
+        """Whether a step that is not finite is left out: always in fp16, for its dynamic
+        loss scale."""
         return self.check_for_nan_in_loss_and_grad or self.precision == "fp16"
 
     @property
@@ -338,10 +338,10 @@ class OptimizerConfig:
     )
     loss_scale: LossScale | None = option(
         None,
-        "constant factor of the fp16 loss, against vanishing gradients; none: adapted to them",
+        "constant factor of the fp16 loss, against vanishing gradients; none: dynamic",
     )
-    initial_loss_scale: LossScale = option(2.0**32, "first adaptive loss scale")
-    min_loss_scale: LossScale = option(1.0, "smallest adaptive loss scale")
+    initial_loss_scale: LossScale = option(2.0**32, "initial dynamic loss scale")
+    min_loss_scale: LossScale = option(1.0, "smallest dynamic loss scale")
     loss_scale_window: Count = option(
         1000, "steps without overflow after which the loss scale is doubled"
     )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.context.transport import Own, Transport
+from fivefold.context.transport import OwnTokens, Transport
 from fivefold.mesh.collectives import all_to_all
 from fivefold.model.attention.blocks import Span, indices
 from fivefold.model.attention.blockwise import Queries
@@ -22,7 +22,7 @@ from fivefold.model.shards import MicrobatchShare, Shards
 
 
 @dataclass(frozen=True)
-class Across:
+class KVExchangeAttention:
     """Attention in which queries stay on their rank and keys and values are sent.
 
     Attributes:
@@ -35,7 +35,7 @@ class Across:
         self, q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, scope: Scope, drop: HeadDropout | None
     ) -> Tensor:
         """See `model.attention.grouped_query.Kernel`."""
-        out: Tensor = _Across.apply(
+        out: Tensor = _KVExchange.apply(
             q_BSND, k_BSGD, v_BSGD, scope.sinks, self.transport, scope.part, (drop, scope.scores)
         )
         return out
@@ -45,7 +45,7 @@ How = tuple[HeadDropout | None, Scores]
 """Settings of dropout and of the scores."""
 
 
-class _Across(torch.autograd.Function):
+class _KVExchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -86,10 +86,10 @@ class _Across(torch.autograd.Function):
 
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, part: MicrobatchShare, how: How
-) -> tuple[Queries, Own]:
+) -> tuple[Queries, OwnTokens]:
     drop, scores = how
     ids, mine = own_ids(part, drop)
-    own = Own(torch.cat((k, v), dim=-1), k.shape[-1], part, ids)
+    own = OwnTokens(torch.cat((k, v), dim=-1), k.shape[-1], part, ids)
     return Queries(q, k.shape[2], drop, mine, scores), own
 
 
@@ -102,7 +102,7 @@ def own_ids(part: MicrobatchShare, drop: HeadDropout | None) -> tuple[Tensor | N
 
 
 @dataclass(frozen=True)
-class Heads:
+class UlyssesAttention:
     """Ulysses attention: each rank computes a part of the heads for all tokens of the group.
 
     DeepSpeed-Ulysses (Jacobs et al. 2023): one all-to-all of packed queries, keys and values, and

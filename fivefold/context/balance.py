@@ -7,23 +7,23 @@ largest first, to the rank with the least work so far. Documents are not padded.
 
 from collections.abc import Sequence
 
-from fivefold.model.attention.blocks import Sight, Span
+from fivefold.model.attention.blocks import DocumentMask, Span
 from fivefold.model.shards import Shards
 
 IMBALANCE = 1.05  # of the busiest rank's work to the mean that needs no finer chunks
 MOST_CHUNKS = 16  # per rank
 
 
-def split(rows: int, sight: Sight, parts: int) -> Shards:
-    """Split `rows` rows with attention mask `sight` over `parts` ranks.
+def split(rows: int, mask: DocumentMask, parts: int) -> Shards:
+    """Split `rows` rows with attention mask `mask` over `parts` ranks.
 
     Raises:
         ValueError: the length of a row is not a multiple of 2 x parts.
     """
-    if sight.starts[-1] % (2 * parts):
-        raise ValueError(f"{sight.starts[-1]} tokens cannot be cut into 2 x {parts} equal chunks")
-    chunks = zigzag(sight.starts[-1], parts) if len(sight.starts) == 2 else balanced(sight, parts)
-    return Shards(rows, sight, chunks)
+    if mask.starts[-1] % (2 * parts):
+        raise ValueError(f"{mask.starts[-1]} tokens cannot be cut into 2 x {parts} equal chunks")
+    chunks = zigzag(mask.starts[-1], parts) if len(mask.starts) == 2 else balanced(mask, parts)
+    return Shards(rows, mask, chunks)
 
 
 def zigzag(length: int, parts: int) -> tuple[tuple[Span, ...], ...]:
@@ -35,19 +35,19 @@ def zigzag(length: int, parts: int) -> tuple[tuple[Span, ...], ...]:
     )
 
 
-def balanced(sight: Sight, parts: int) -> tuple[tuple[Span, ...], ...]:
+def balanced(mask: DocumentMask, parts: int) -> tuple[tuple[Span, ...], ...]:
     """The coarsest split into equal chunks that balances mask areas within IMBALANCE."""
-    length = sight.starts[-1]
+    length = mask.starts[-1]
     best, least = zigzag(length, parts), float("inf")
     per_rank = 2
     while per_rank <= MOST_CHUNKS and length % (per_rank * parts) == 0:
         size = length // (per_rank * parts)
         chunks = [(start, start + size) for start in range(0, length, size)]
-        dealt = _deal([sight.area(chunk) for chunk in chunks], parts, per_rank)
-        areas = [sum(sight.area(chunks[i]) for i in own) for own in dealt]
+        assigned = _assignment([mask.area(chunk) for chunk in chunks], parts, per_rank)
+        areas = [sum(mask.area(chunks[i]) for i in own) for own in assigned]
         excess = max(areas) * parts / sum(areas)
         if excess < least:
-            best = tuple(tuple(chunks[i] for i in sorted(own)) for own in dealt)
+            best = tuple(tuple(chunks[i] for i in sorted(own)) for own in assigned)
             least = excess
         if excess <= IMBALANCE:
             break
@@ -55,13 +55,13 @@ def balanced(sight: Sight, parts: int) -> tuple[tuple[Span, ...], ...]:
     return best
 
 
-def _deal(areas: Sequence[int], parts: int, each: int) -> list[list[int]]:
+def _assignment(areas: Sequence[int], parts: int, each: int) -> list[list[int]]:
     """Assign `each` areas to every part: largest first, to the part with the least area so far."""
-    dealt: list[list[int]] = [[] for _ in range(parts)]
+    assigned: list[list[int]] = [[] for _ in range(parts)]
     sums = [0] * parts
     for index in sorted(range(len(areas)), key=lambda i: (-areas[i], i)):
-        open_parts = [part for part in range(parts) if len(dealt[part]) < each]
+        open_parts = [part for part in range(parts) if len(assigned[part]) < each]
         part = min(open_parts, key=lambda p: (sums[p], p))
-        dealt[part].append(index)
+        assigned[part].append(index)
         sums[part] += areas[index]
-    return dealt
+    return assigned

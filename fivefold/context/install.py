@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from fivefold.config.parallel import CpCommType
-from fivefold.context.attention import Across, Heads
+from fivefold.context.attention import KVExchangeAttention, UlyssesAttention
 from fivefold.context.balance import split
 from fivefold.context.latent import GatheredLatents
 from fivefold.context.sparse import SparseLatents
 from fivefold.context.states import StatesOfHeads
 from fivefold.context.transport import Gather, PeerToPeer
 from fivefold.mesh.groups import Groups
-from fivefold.model.attention.blocks import Sight
+from fivefold.model.attention.blocks import DocumentMask
 from fivefold.model.attention.grouped_query import AttentionBlock, Kernel
 from fivefold.model.batch import Batch
 from fivefold.model.linear_attention.state_layer import StateLayer
@@ -61,16 +61,16 @@ def make_kernel(kind: CpCommType, groups: Groups) -> Kernel:
     assert groups.cp is not None, "one rank needs no context parallelism"
     match kind:
         case "p2p":
-            return Across(PeerToPeer(groups.cp))
+            return KVExchangeAttention(PeerToPeer(groups.cp))
         case "all_gather":
-            return Across(Gather(groups.cp))
+            return KVExchangeAttention(Gather(groups.cp))
         case "a2a":
-            return Heads(groups.cp)
+            return UlyssesAttention(groups.cp)
     inner, outer = groups.cp_inner, groups.cp_outer
     if outer is None:
-        return Heads(groups.cp)
-    across = Across(PeerToPeer(outer))
-    return across if inner is None else Heads(inner, across, outer.rank())
+        return UlyssesAttention(groups.cp)
+    across = KVExchangeAttention(PeerToPeer(outer))
+    return across if inner is None else UlyssesAttention(inner, across, outer.rank())
 
 
 def divide(batch: Batch, window: int | None, group: dist.ProcessGroup) -> Batch:
@@ -88,7 +88,7 @@ def shards_of(batch: Batch, window: int | None, ranks: int) -> Shards:
     """How a whole microbatch is split over `ranks` ranks."""
     rows, length = batch.tokens.shape
     if batch.packing is None:
-        sight = Sight((0, length), window)
+        mask = DocumentMask((0, length), window)
     else:
-        rows, sight = 1, Sight(batch.packing.starts, window)
-    return split(rows, sight, ranks)
+        rows, mask = 1, DocumentMask(batch.packing.starts, window)
+    return split(rows, mask, ranks)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.context.attention import own_ids
-from fivefold.context.transport import Gather, Own
+from fivefold.context.transport import Gather, OwnTokens
 from fivefold.model.attention.blockwise import Keys, Queries
 from fivefold.model.attention.grouped_query import Scope, Up
 from fivefold.model.dropout import HeadDropout
@@ -99,10 +99,10 @@ class _Latent(torch.autograd.Function):
 
 def _own(
     latent_BSC: Tensor, part: MicrobatchShare, drop: HeadDropout | None
-) -> tuple[Own, Tensor | None]:
+) -> tuple[OwnTokens, Tensor | None]:
     """Latents as the keys of one head, without values, for transport; and own token ids."""
     ids, mine = own_ids(part, drop)
-    return Own(latent_BSC[:, :, None], latent_BSC.shape[-1], part, ids), mine
+    return OwnTokens(latent_BSC[:, :, None], latent_BSC.shape[-1], part, ids), mine
 
 
 def _latents(arrived: Keys) -> Tensor:

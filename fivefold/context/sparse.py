@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.context.transport import Alone, Gather, Own, Transport
+from fivefold.context.transport import Gather, OwnTokens, SingleRank, Transport
 from fivefold.model.attention import chosen, sparse
-from fivefold.model.attention.blocks import Sight
+from fivefold.model.attention.blocks import DocumentMask
 from fivefold.model.attention.blockwise import Keys
 from fivefold.model.attention.grouped_query import Scope, Up
-from fivefold.model.attention.sparse import Choosing, View
+from fivefold.model.attention.sparse import ChoiceSettings, View
 from fivefold.model.batch import Documents
 from fivefold.model.dropout import HeadDropout
 from fivefold.model.shards import MicrobatchShare, Shards
@@ -52,8 +52,8 @@ class SparseLatents:
         assert index is not None, "attention to all needs no indexer"
         rows, length, _, features = q_BSND.shape
         whole = (0, length)
-        part = part or MicrobatchShare(Shards(rows, Sight(whole), ((whole,),)), 0)
-        transport = Alone() if self.group is None else Gather(self.group, 1)
+        part = part or MicrobatchShare(Shards(rows, DocumentMask(whole), ((whole,),)), 0)
+        transport = SingleRank() if self.group is None else Gather(self.group, 1)
         begins_BL = _begins(scope.documents, part)
         scale = scope.scores.factor(features)
         rest = _Rest(up, part, transport, self.alone, index.rule, begins_BL, scale)
@@ -80,18 +80,18 @@ class _Rest:
     part: MicrobatchShare
     transport: Transport
     alone: bool
-    rule: Choosing
+    rule: ChoiceSettings
     begins_BL: Tensor | None
     scale: float
 
-    def own(self, latent: Tensor, key: Tensor) -> Own:
+    def own(self, latent: Tensor, key: Tensor) -> OwnTokens:
         """Latents and indexer keys as the keys of one head, without values, for transport."""
         both = torch.cat((latent, key), dim=-1)
-        return Own(both[:, :, None], both.shape[-1], self.part, None)
+        return OwnTokens(both[:, :, None], both.shape[-1], self.part, None)
 
     def view(self, arrived: Keys) -> View:
         """The received tokens that queries see."""
-        return View(self.part.spans, arrived.spans, self.part.shards.sight, self.begins_BL)
+        return View(self.part.spans, arrived.spans, self.part.shards.mask, self.begins_BL)
 
 
 class _Latents(torch.autograd.Function):

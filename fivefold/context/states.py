@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.context.attention import HeadAssignment, ToHeads, ToTokens
-from fivefold.model.linear_attention.state_layer import StateLayer, Within
+from fivefold.model.linear_attention.state_layer import StateLayer, StateScope
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class StatesOfHeads:
 
     group: dist.ProcessGroup
 
-    def __call__(self, mixed: Tensor, rates: Tensor, layer: StateLayer, within: Within) -> Tensor:
+    def __call__(
+        self, mixed: Tensor, rates: Tensor, layer: StateLayer, within: StateScope
+    ) -> Tensor:
         """See `StateKernel`."""
         part, heads = within.part, mixed.shape[2]
         assert part is not None, "whole rows need no context parallelism"

@@ -35,7 +35,7 @@ rank's own KV."""
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnTokens:
     """The tokens that a rank contributes.
 
     Attributes:
@@ -51,7 +51,7 @@ class Own:
     ids: Tensor | None
 
     def keys(self, kv: Tensor, spans: tuple[Span, ...], heads: Span | None = None) -> Keys:
-        """Keys and values of the tokens in `spans`, for a kernel."""
+        """Keys and values [B, L, G, key_dim + value_dim] of the tokens in `spans`, for a kernel."""
         k, v = kv[..., : self.key_dim], kv[..., self.key_dim :]
         ids = self.ids
         if ids is not None:
@@ -73,10 +73,10 @@ class Own:
 class Transport(Protocol):
     """A communication pattern for keys and values."""
 
-    def forward(self, own: Own) -> Iterator[Keys]:
+    def forward(self, own: OwnTokens) -> Iterator[Keys]:
         """Yield all keys that this rank's queries see."""
 
-    def backward(self, own: Own) -> Backward:
+    def backward(self, own: OwnTokens) -> Backward:
         """Yield the same keys and receive their gradients."""
 
 
@@ -85,7 +85,7 @@ class Ring:
     """Ring attention: KV takes P-1 hops (Liu et al. 2023), each overlapped with one block.
 
     In the backward, the gradient of a rank's KV starts at the next rank, with that rank's first
-    foreign block, and returns home in P-1 hops; the rank's own block is computed during the last.
+    foreign block, and returns in P-1 hops; the rank's own block is computed during the last.
     The forward sends (P-1) KV, the backward (P-1) (KV + dKV), with dKV in at least fp32. Public
     implementations let dKV take P hops.
 
@@ -95,7 +95,7 @@ class Ring:
 
     group: dist.ProcessGroup
 
-    def forward(self, own: Own) -> Iterator[Keys]:
+    def forward(self, own: OwnTokens) -> Iterator[Keys]:
         """Own keys first, then those of the previous rank, and so on."""
         chunks = own.part.shards.chunks
         size, rank = self.group.size(), self.group.rank()
@@ -106,22 +106,22 @@ class Ring:
             if arriving is not None:
                 kv = _arrived(arriving)
 
-    def backward(self, own: Own) -> Backward:
+    def backward(self, own: OwnTokens) -> Backward:
         """Own keys last."""
         chunks = own.part.shards.chunks
         size, rank = self.group.size(), self.group.rank()
-        arriving, coming_home = self._hop(own.kv), None
+        arriving, returned = self._hop(own.kv), None
         for step in range(1, size):
             kv = _arrived(arriving)
             if step + 1 < size:
                 arriving = self._hop(kv)
             grads = _joint((yield own.keys(kv, chunks[(rank - step) % size])))
-            if coming_home is not None:
-                grads += _arrived(coming_home)
-            coming_home = self._hop(grads, tag=1)
+            if returned is not None:
+                grads += _arrived(returned)
+            returned = self._hop(grads, tag=1)
         grads = _joint((yield own.keys(own.kv, chunks[rank])))
-        assert coming_home is not None, "a ring has at least two ranks"
-        return grads + _arrived(coming_home)
+        assert returned is not None, "a ring has at least two ranks"
+        return grads + _arrived(returned)
 
     def _hop(self, x: Tensor, tag: int = 0) -> tuple[Messages, Tensor]:
         """Send to the next rank, receive from the previous one."""
@@ -150,7 +150,7 @@ class Halo:
 
     group: dist.ProcessGroup
 
-    def forward(self, own: Own) -> Iterator[Keys]:
+    def forward(self, own: OwnTokens) -> Iterator[Keys]:
         """Own keys first, then those of the previous rank, and so on."""
         size, rank = self.group.size(), self.group.rank()
         arriving = self._step(own, 1)
@@ -163,11 +163,11 @@ class Halo:
             if spans:
                 yield own.keys(kv, spans)
 
-    def backward(self, own: Own) -> Backward:
+    def backward(self, own: OwnTokens) -> Backward:
         """Own keys last."""
         size, rank, shards = self.group.size(), self.group.rank(), own.part.shards
         arriving = self._step(own, 1)
-        home: list[tuple[int, tuple[Messages, Tensor]]] = []
+        returning: list[tuple[int, tuple[Messages, Tensor]]] = []
         for step in range(1, size):
             kv = _arrived(arriving)
             if step + 1 < size:
@@ -179,13 +179,13 @@ class Halo:
                 grads = _joint((yield own.keys(kv, spans)))
             incoming = own.buffer(shards.sent(rank, target), kv.shape[2], own.wide)
             messages = start_messages({source: grads}, {target: incoming}, self.group, tag=1)
-            home.append((target, (messages, incoming)))
+            returning.append((target, (messages, incoming)))
         total = _joint((yield own.keys(own.kv, own.part.spans)))
-        for target, hop in sorted(home, key=lambda item: item[0]):
+        for target, hop in sorted(returning, key=lambda item: item[0]):
             _add(total, own.part, shards.sent(rank, target), _arrived(hop))
         return total
 
-    def _step(self, own: Own, step: int) -> tuple[Messages, Tensor]:
+    def _step(self, own: OwnTokens, step: int) -> tuple[Messages, Tensor]:
         """Send to the rank `step` after this one, receive from the rank `step` before it."""
         size, rank, shards = self.group.size(), self.group.rank(), own.part.shards
         source, target = (rank - step) % size, (rank + step) % size
@@ -204,16 +204,16 @@ class PeerToPeer:
 
     group: dist.ProcessGroup
 
-    def forward(self, own: Own) -> Iterator[Keys]:
+    def forward(self, own: OwnTokens) -> Iterator[Keys]:
         """Own keys first."""
         return self._way(own).forward(own)
 
-    def backward(self, own: Own) -> Backward:
+    def backward(self, own: OwnTokens) -> Backward:
         """Own keys last."""
         return self._way(own).backward(own)
 
-    def _way(self, own: Own) -> Transport:
-        return Ring(self.group) if own.part.shards.sight.whole else Halo(self.group)
+    def _way(self, own: OwnTokens) -> Transport:
+        return Ring(self.group) if own.part.shards.mask.whole else Halo(self.group)
 
 
 @dataclass(frozen=True)
@@ -233,18 +233,18 @@ class Gather:
     group: dist.ProcessGroup
     head_chunks: int = HEAD_CHUNKS
 
-    def backward(self, own: Own) -> Backward:
-        """As `forward`; one group's gradients are sent home while the next group is computed."""
-        home: list[tuple[Span, Callable[[], Tensor]]] = []
+    def backward(self, own: OwnTokens) -> Backward:
+        """As `forward`; one group's gradients are returned while the next group is computed."""
+        returning: list[tuple[Span, Callable[[], Tensor]]] = []
         for keys in self.forward(own):
             assert keys.heads is not None
-            home.append((keys.heads, self._send_home(own, _joint((yield keys)))))
+            returning.append((keys.heads, self._return_gradients(own, _joint((yield keys)))))
         total = torch.empty_like(own.kv, dtype=own.wide)
-        for (first, last), arrive in home:
+        for (first, last), arrive in returning:
             total[:, :, first:last] = arrive()
         return total
 
-    def forward(self, own: Own) -> Iterator[Keys]:
+    def forward(self, own: OwnTokens) -> Iterator[Keys]:
         """The keys of one group of heads after the other."""
         heads = own.kv.shape[2]
         count = min(self.head_chunks, heads)
@@ -259,10 +259,10 @@ class Gather:
             if after is not None:
                 arrive = after
 
-    def _fetch(self, own: Own, heads: Span) -> Callable[[], list[Tensor] | Tensor]:
+    def _fetch(self, own: OwnTokens, heads: Span) -> Callable[[], list[Tensor] | Tensor]:
         """Start gathering some heads; the result lists by source rank what this rank sees."""
         kv, size, rank = own.kv[:, :, slice(*heads)], self.group.size(), self.group.rank()
-        if own.part.shards.sight.whole:
+        if own.part.shards.mask.whole:
             return start_all_gather(kv[None], self.group).wait
         shards = own.part.shards
         received = [
@@ -282,7 +282,7 @@ class Gather:
 
         return arrive
 
-    def _send_home(self, own: Own, grads: Tensor) -> Callable[[], Tensor]:
+    def _return_gradients(self, own: OwnTokens, grads: Tensor) -> Callable[[], Tensor]:
         """Start returning the gradients of gathered keys to their ranks, summed there."""
         size, rank, shards = self.group.size(), self.group.rank(), own.part.shards
         by_source: list[list[Tensor]] = [[] for _ in range(size)]
@@ -291,7 +291,7 @@ class Gather:
         for (_, source, _), grad in zip(pieces, grads.split(lengths, dim=1), strict=True):
             by_source[source].append(grad)
         wire = own.kv.dtype
-        if shards.sight.whole:
+        if shards.mask.whole:
             whole = torch.stack([torch.cat(parts, dim=1) for parts in by_source])
             pending = start_reduce_scatter(whole, self.group, wire_dtype=wire)
             return lambda: pending.wait()[0]
@@ -313,14 +313,14 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleRank:
     """One rank that has all tokens."""
 
-    def forward(self, own: Own) -> Iterator[Keys]:
+    def forward(self, own: OwnTokens) -> Iterator[Keys]:
         """Its own keys."""
         yield own.keys(own.kv, own.part.spans)
 
-    def backward(self, own: Own) -> Backward:
+    def backward(self, own: OwnTokens) -> Backward:
         """Its own keys."""
         return _joint((yield own.keys(own.kv, own.part.spans)))
 
@@ -330,14 +330,14 @@ def _pieces(part: MicrobatchShare) -> list[tuple[Span, int, Span]]:
     found = []
     for source, chunks in enumerate(part.shards.chunks):
         sent = part.shards.sent(source, part.rank) if source != part.rank else chunks
-        if part.shards.sight.whole:
+        if part.shards.mask.whole:
             sent = chunks
         found += [(span, source, indices(sent, span)) for span in sent]
     return sorted(found)
 
 
 def taken(kv: Tensor, part: MicrobatchShare, spans: tuple[Span, ...]) -> Tensor:
-    """The tokens of a rank's tensor that lie in `spans`."""
+    """The tokens of a rank's tensor [B, L, ...] that lie in `spans`."""
     if not spans:
         return kv[:, :0]
     return torch.cat([kv[:, slice(*indices(part.spans, span))] for span in spans], dim=1)

@@ -23,8 +23,8 @@ from fivefold.config.huggingface.adapter import (
 from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.lora import linear_names
+from fivefold.convert.non_finite import Converted, spoilt
 from fivefold.convert.save import ReadPart, made_of, theirs
-from fivefold.convert.spoilt import Converted, spoilt
 from fivefold.convert.stored import Stored, has_predictions
 from fivefold.convert.tensor_files import TensorFiles
 from fivefold.description.shape import parameter_shapes, stage_weights

@@ -69,14 +69,14 @@ class HubFolder:
         """The family; of a multimodal model, its text model's."""
         return str(text_kind(self.fields))
 
-    def told_parts(self) -> str:
+    def parts_left_out(self) -> str:
         """The parts of a multimodal model that are left out, each with its size; empty if none
         is."""
-        told = []
+        parts = []
         for part, names in self.parts.items():
             size = sum(math.prod(self._tensors.shape(name)) for name in names)
-            told.append(f"{part} ({several(len(names), 'tensor')}, {size:,} parameters)")
-        return ", ".join(told)
+            parts.append(f"{part} ({several(len(names), 'tensor')}, {size:,} parameters)")
+        return ", ".join(parts)
 
     def _by_full_name(self, files: Iterable[str]) -> dict[str, str]:
         """For each tensor, by its name in the model or its text model, its name in the files."""

@@ -90,8 +90,8 @@ class MegatronFolder(MegatronTensors):
         Raises:
             CheckpointError: its common.pt cannot be read.
         """
-        told = read_common(self.path).get("args")
-        return told if isinstance(told, dict) else {}
+        arguments = read_common(self.path).get("args")
+        return arguments if isinstance(arguments, dict) else {}
 
     def places(self, model: ModelConfig) -> dict[str, Stored]:
         """Where each tensor of a model lies, checked: names, shapes and arguments agree.
@@ -101,12 +101,12 @@ class MegatronFolder(MegatronTensors):
                 tensors are not read here.
         """
         _see_kind(model)
-        told = self.arguments
-        if wrong := unlike(model, told):
+        arguments = self.arguments
+        if wrong := unlike(model, arguments):
             raise CheckpointError(Mistake(f"{self.path} is of another model", tuple(wrong)))
         stored = stored_tensors(_TENSORS, model, neighbours=model.rotary_interleaved)
         places = {
-            name: self._in_parts(name, self._padded(place, model, told))
+            name: self._in_parts(name, self._padded(place, model, arguments))
             for name, place in stored.items()
         }
         asked = {name: place.their_shape for place in places.values() for name in place.names}
@@ -114,16 +114,16 @@ class MegatronFolder(MegatronTensors):
         check_shapes(self.path, asked, saved)
         return places
 
-    def _padded(self, place: Stored, model: ModelConfig, told: Mapping[str, Any]) -> Stored:
+    def _padded(self, place: Stored, model: ModelConfig, arguments: Mapping[str, Any]) -> Stored:
         """The vocabulary with the rows that it has there, which are padded for their tp."""
         (name,) = place.names
         if place.of != model.vocab_size or name not in self._where:
             return place
         rows, vocabulary = self.shape(name)[0], model.vocab_size
-        multiple = told.get("make_vocab_size_divisible_by")
+        multiple = arguments.get("make_vocab_size_divisible_by")
         if type(multiple) is not int or multiple < 1:
             multiple = model.make_vocab_size_divisible_by
-        tp = told.get("tensor_model_parallel_size")
+        tp = arguments.get("tensor_model_parallel_size")
         degrees = [tp] if type(tp) is int and tp > 0 else [1 << power for power in range(7)]
         steps = [1, *(multiple * degree for degree in degrees)]  # 1: not padded
         if rows not in {-(-vocabulary // step) * step for step in steps}:

@@ -31,12 +31,12 @@ class MegatronTraining:
 
     Attributes:
         step: updates that Adam had made.
-        iteration: iterations, some of which may have made none; None: not told.
-        samples: samples consumed; None: not told.
-        counted_samples: samples that count for its learning rate; None: not told.
-        batch: samples of a step; None: not told.
-        seq_length: tokens of a sample; None: not told.
-        loss_scale: the loss scale that it had found by trial; None: it had none.
+        iteration: iterations, some of which may have made none; None: not stated.
+        samples: samples consumed; None: not stated.
+        counted_samples: samples that count for its learning rate; None: not stated.
+        batch: samples of a step; None: not stated.
+        seq_length: tokens of a sample; None: not stated.
+        loss_scale: its dynamic loss scale; None: it had none.
     """
 
     step: int
@@ -60,7 +60,7 @@ def training_in(folder: Path) -> MegatronTraining:
         CheckpointError: its common.pt cannot be read, or does not tell Adam's step.
     """
     common = read_common(folder)
-    told, schedule = _dict(common.get("args")), _dict(common.get("opt_param_scheduler"))
+    arguments, schedule = _dict(common.get("args")), _dict(common.get("opt_param_scheduler"))
     optimizers = [*_optimizers(common.get("optimizer"))]
     steps = {
         int(step)
@@ -76,11 +76,11 @@ def training_in(folder: Path) -> MegatronTraining:
     return MegatronTraining(
         step=steps.pop(),
         iteration=_count(common.get("iteration")),
-        samples=_count(told.get("consumed_train_samples")),
+        samples=_count(arguments.get("consumed_train_samples")),
         counted_samples=_count(schedule.get("num_steps")),
-        batch=_count(told.get("global_batch_size")),
-        seq_length=_count(told.get("seq_length")),
-        loss_scale=_loss_scale(folder, optimizers, _count(told.get("hysteresis"))),
+        batch=_count(arguments.get("global_batch_size")),
+        seq_length=_count(arguments.get("seq_length")),
+        loss_scale=_loss_scale(folder, optimizers, _count(arguments.get("hysteresis"))),
     )
 
 

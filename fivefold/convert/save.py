@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fivefold.checkpoint.tensor_file import write_tensors
 from fivefold.convert.hub import INDEX, WHOLE
-from fivefold.convert.spoilt import Converted, spoilt
+from fivefold.convert.non_finite import Converted, spoilt
 from fivefold.convert.stored import Stored
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import write_atomic

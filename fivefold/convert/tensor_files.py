@@ -61,6 +61,6 @@ class TensorFiles:
         try:
             yield
         except (SafetensorError, OSError) as error:
-            told = unread_tensors(self.files[name], error)
-            what, why = f"{self.folder} does not give {name}", (told.what, *told.why)
-            raise CheckpointError(replace(told, what=what, why=why)) from None
+            unread = unread_tensors(self.files[name], error)
+            what, why = f"{self.folder} does not give {name}", (unread.what, *unread.why)
+            raise CheckpointError(replace(unread, what=what, why=why)) from None

@@ -3,7 +3,7 @@
 from fivefold.config.reach import Reach
 from fivefold.context.balance import split
 from fivefold.layout import Layout
-from fivefold.model.attention.blocks import Sight, num_tokens
+from fivefold.model.attention.blocks import DocumentMask, num_tokens
 
 
 def seen_shares(layout: Layout, cp_rank: int, reach: Reach, inner: int = 1) -> tuple[float, float]:
@@ -16,9 +16,9 @@ def seen_shares(layout: Layout, cp_rank: int, reach: Reach, inner: int = 1) -> t
         inner: number of ranks per group that counts as one rank.
     """
     cp, length = layout.grid.cp, layout.config.training.seq_length
-    if Sight.of((0, length), reach).whole:
+    if DocumentMask.of((0, length), reach).whole:
         return cp // inner - 1, cp // inner - 1
-    shards = split(1, Sight((0, length)), cp).merged(inner).seeing(reach)
+    shards = split(1, DocumentMask((0, length)), cp).merged(inner).seeing(reach)
     own, others = cp_rank // inner, range(len(shards.chunks))
     sent = sum(num_tokens(shards.sent(own, other)) for other in others if other != own)
     got = sum(num_tokens(shards.sent(other, own)) for other in others if other != own)

@@ -219,7 +219,9 @@ def _memory(layout: Layout) -> list[Row]:
     states = [model_state(layout, rank) for rank in range(layout.grid.pp)]
     worst = max(range(layout.grid.pp), key=lambda rank: states[rank].total)
     state, parallel = states[worst], layout.config.parallel
-    gathered = f" + update rooms {human_bytes(state.rooms)}" if state.rooms else ""
+    gathered = (
+        f" + update buffers {human_bytes(state.update_buffers)}" if state.update_buffers else ""
+    )
     gathered += f" + 8-bit scales {human_bytes(state.scales)}" if state.scales else ""
     gathered += f" + gathered blocks {human_bytes(state.gathered)}" if state.gathered else ""
     where = f", pipeline rank {worst}" if layout.grid.pp > 1 else ""
@@ -247,8 +249,8 @@ def _off_device(layout: Layout, states: Sequence[ModelState]) -> Iterator[Row]:
     what, host = f"offloaded {weights}masters and moments", max(state.host for state in states)
     disk = max(state.disk for state in states)
     if host:
-        kept = "room for what comes from the disk" if disk else what
-        yield "in host memory a rank", human_bytes(host), f"{kept}, and room for gradients"
+        kept = "buffers for what comes from the disk" if disk else what
+        yield "in host memory a rank", human_bytes(host), f"{kept}, and buffers for gradients"
     if disk:
         yield "on a disk a rank", human_bytes(disk), what
 

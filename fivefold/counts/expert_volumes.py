@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.messages import Flow, wire_bytes
-from fivefold.counts.remade import remade_layers
+from fivefold.counts.recompute import recomputed_layers
 from fivefold.counts.routed import StepRows
 from fivefold.description.expert_rows import LayerRows, expected_rows, padded_rows
 from fivefold.description.kinds import layer_kind
@@ -57,12 +57,12 @@ class _Trips:
     backwards: int
 
     @property
-    def there(self) -> int:
+    def dispatches(self) -> int:
         """Number of dispatches of rows, or of their gradients, per microbatch."""
         return self.forwards + self.backwards
 
     @property
-    def home(self) -> int:
+    def combines(self) -> int:
         """Number of returns of results, or of their gradients, per microbatch."""
         return self.returns + self.backwards
 
@@ -74,12 +74,12 @@ def _forwards(layout: Layout, stage: int) -> dict[int, tuple[int, int]]:
     projection out of latents, shared experts, a dropout mask, a norm or another layer follow.
     """
     model, found = layout.config.model, {}
-    for layer, remade in remade_layers(layout, stage):
+    for layer, recompute in recomputed_layers(layout, stage):
         kind = layer_kind(model, layer)
-        repeated = remade.whole or "moe" in remade.modules
+        repeated = recompute.whole or "moe" in recompute.modules
         goes_on = bool(model.shared_ffn_size or model.moe_latent_size)
-        if remade.whole:
-            goes_on |= not remade.ends_group or describe(model, kind).keeps_end
+        if recompute.whole:
+            goes_on |= not recompute.ends_group or describe(model, kind).keeps_end
         if kind.experts:
             found[layer] = 1 + repeated, 1 + (repeated and goes_on)
     return found
@@ -135,7 +135,7 @@ class _ExpertFlows:
         ranks, topk = self._grid.ep, self._model.moe_router_topk
         once = self._kind == "flex"
         weights = self._wide * (topk if once else 1)
-        both_ways = trips.there * rows.sent + trips.home * rows.got
+        both_ways = trips.dispatches * rows.sent + trips.combines * rows.got
         yield Flow("ep", "tokens to experts and back", both_ways * self._row)
         scores = trips.forwards * rows.sent + self._weighed(trips) * rows.got
         yield Flow("ep", "weights of rows", scores * weights)
@@ -144,7 +144,7 @@ class _ExpertFlows:
             yield Flow("ep", "numbers of experts", numbers * NUMBER_BYTES)
         counts = (ranks - 1) * (1 if once else self._experts // ranks)
         if not (self._padded and once):
-            yield from self._told("ep", counts, trips)
+            yield from self._row_counts("ep", counts, trips)
 
     def _joined(self, rows: LayerRows, trips: _Trips) -> Iterator[Flow]:
         """Communication between the ranks that split each expert.
@@ -154,19 +154,19 @@ class _ExpertFlows:
         """
         others = self._grid.etp - 1
         own = others * rows.computed
-        both_ways = trips.there * own + trips.home * rows.joined
+        both_ways = trips.dispatches * own + trips.combines * rows.joined
         yield Flow("etp", "rows of a split expert", both_ways * self._row)
         scores = trips.forwards * own + self._weighed(trips) * rows.joined
         yield Flow("etp", "weights of rows", scores * self._wide)
         parts = 1 if self._kind == "flex" else self._grid.ep
-        yield from self._told("etp", others * parts * self._experts // self._grid.ep, trips)
+        yield from self._row_counts("etp", others * parts * self._experts // self._grid.ep, trips)
 
     def _weighed(self, trips: _Trips) -> int:
         """Number of exchanges of weights' gradients per microbatch: none if rows are multiplied by
         weights before dispatch."""
         return 0 if self._model.moe_apply_probs_on_input else trips.backwards
 
-    def _told(self, axis: str, counts: int, trips: _Trips) -> Iterator[Flow]:
+    def _row_counts(self, axis: str, counts: int, trips: _Trips) -> Iterator[Flow]:
         if not self._settings.moe_pad_expert_input_to_capacity:  # else known
             calls = trips.forwards * trips.microbatches * self._slices
             yield Flow(axis, "numbers of rows", calls * counts * NUMBER_BYTES)
@@ -176,7 +176,7 @@ class _ExpertFlows:
         grid, topk = self._grid, self._model.moe_router_topk
         sent = (grid.ep * grid.etp - 1) * trips.microbatches * self._tokens
         axis = "ep x etp" if grid.ep > 1 and grid.etp > 1 else "ep" if grid.ep > 1 else "etp"
-        both_ways = (trips.there + trips.home) * sent
+        both_ways = (trips.dispatches + trips.combines) * sent
         yield Flow(axis, "tokens to experts and back", both_ways * self._row)
         scores = (trips.forwards + self._weighed(trips)) * sent
         yield Flow(axis, "weights of rows", scores * topk * self._wide)

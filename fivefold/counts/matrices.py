@@ -1,7 +1,7 @@
 """Which rank orthogonalises which matrix (Muon), and the bytes that this sends; torch-free.
 
 Muon needs each matrix whole. Where several ranks hold the parts of one (tensor parallelism, ZeRO),
-the matrices are dealt out among them: each is put together on one rank and goes back in parts.
+the matrices are shared out among them: each is put together on one rank and goes back in parts.
 """
 
 from collections.abc import Iterable
@@ -83,7 +83,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class MatrixDeal:
+class MatrixAssignment:
     """Matrices in rounds, each assigned to the rank that orthogonalises it.
 
     Attributes:
@@ -95,7 +95,7 @@ class MatrixDeal:
     rounds: tuple[tuple[tuple[Matrix, int], ...], ...]
 
     @classmethod
-    def of(cls, matrices: Iterable[Matrix], ranks: int) -> "MatrixDeal":
+    def of(cls, matrices: Iterable[Matrix], ranks: int) -> "MatrixAssignment":
         """Assign the split matrices, those with the most work first, each to the rank with the
         least work so far.
 
@@ -117,12 +117,12 @@ class MatrixDeal:
 
     def gathered(self, rank: int) -> int:
         """Elements that a rank sends in a step: its parts of matrices assigned to other ranks."""
-        every = (each for dealt in self.rounds for each in dealt)
+        every = (each for assigned in self.rounds for each in assigned)
         return sum(m.size(rank) * m.sends(rank) for m, owner in every if owner != rank)
 
     def returned(self, rank: int) -> int:
         """Elements that a rank sends back: the other ranks' parts of its own matrices."""
-        own = (m for dealt in self.rounds for m, owner in dealt if owner == rank)
+        own = (m for assigned in self.rounds for m, owner in assigned if owner == rank)
         copies = ((m, m.parts if m.split_dim is None else 1) for m in own)
         return sum(each * prod(m.shape) - m.size(rank) for m, each in copies)
 

@@ -16,16 +16,16 @@ class HostTraffic:
     """Bytes copied in a step.
 
     Attributes:
-        out: bytes to the host: gradients, each time that they are reduced, and what the device
-            updates.
-        back: bytes to the device: sums of gradients to which more is added, and updated weights,
-            or all that the device needs to update them.
-        brought: bytes to the device: weights that are there for their gathers only.
+        to_host: bytes to the host: gradients, each time that they are reduced, and state that
+            the device updates.
+        to_device: bytes to the device: sums of gradients to which more is added, and updated
+            weights, or all that the device needs to update them.
+        weights: bytes to the device: weights that are there for their gathers only.
     """
 
-    out: float
-    back: float
-    brought: float
+    to_host: float
+    to_device: float
+    weights: float
 
 
 def host_traffic(layout: Layout, rank: int) -> HostTraffic:
@@ -34,24 +34,24 @@ def host_traffic(layout: Layout, rank: int) -> HostTraffic:
     policy = engine_policy(layout.config)
     state = policy.master + policy.moments
     at, first = ShardPlace.of(layout, rank), ShardPlace.first(layout)
-    out = back = brought = 0.0
-    often = ShardedVolumes(layout, rank).gathers()
+    to_host = to_device = weights = 0.0
+    gathers = ShardedVolumes(layout, rank).gathers()
     for record in parameter_records(layout, rank):
         if (record.stage, unit_of(record.name)) in units:
             size = at.part(record.shape, experts=record.experts)
             times = 1 if len(record.sums) > 1 else times_reduced(layout, experts=record.experts)
-            out += size * times * policy.gradient
-            back += size * (times - 1) * policy.gradient
-            if policy.visits:
+            to_host += size * times * policy.gradient
+            to_device += size * (times - 1) * policy.gradient
+            if policy.updates_on_device:
                 kept = size * state + beyond(record.shape, size, policy)
-                out += kept + size * (policy.compute if policy.away else 0)
-                back += kept + size * policy.gradient
-            if policy.away:
+                to_host += kept + size * (policy.compute if policy.offloads_weights else 0)
+                to_device += kept + size * policy.gradient
+            if policy.offloads_weights:
                 padded = first.part(record.shape, experts=record.experts)
-                brought += padded * policy.compute * often[record.stage]
-            elif not policy.visits:
-                back += size * policy.compute
-    return HostTraffic(out, back, brought)
+                weights += padded * policy.compute * gathers[record.stage]
+            elif not policy.updates_on_device:
+                to_device += size * policy.compute
+    return HostTraffic(to_host, to_device, weights)
 
 
 def times_reduced(layout: Layout, *, experts: bool) -> int:

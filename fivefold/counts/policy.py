@@ -43,16 +43,17 @@ class StatePolicy:
         unpacking: bytes of a layer's weights while they are made from a narrower message.
         offloaded: share of the parameters whose master and moments are in host memory, to which
             gradients leave when they are reduced; the device keeps them in the compute dtype.
-        visits: whether these come to the device for each update, bucket by bucket.
+        updates_on_device: whether these are copied to the device for each update, by buckets.
         masters_apart: whether the moments include masters of weights in the compute dtype.
         rounded: number of moments that are rounded stochastically after each update; and weights.
         wide: bytes of a moment that is not rounded.
         eight_bit: number of moments that are kept in 8 bits, with scales of blocks.
         on_disk: whether these masters and moments lie on a disk instead.
-        away: whether the weights of these parameters are on the device for their gathers only.
-        away_on_disk: whether such weights lie on a disk, not in host memory.
-        remade: whether each step makes gradients anew, and keeps them on the device: there are none
-            before the first backward.
+        offloads_weights: whether the weights of these parameters are on the device for their
+            gathers only.
+        weights_on_disk: whether such weights lie on a disk, not in host memory.
+        frees_gradients: whether gradients on the device are freed after each step, so that there
+            are none before the first backward.
         step_weight: bytes of a weight that 8-bit linear layers keep for the microbatches of a step,
             once for the results and once for the gradients of inputs; 0 if they do not.
         muon: whether only what is no matrix of a layer has a second moment, which `moments` leaves
@@ -82,15 +83,15 @@ class StatePolicy:
     compute: float = 2.0
     unpacking: float = 0.0
     offloaded: float = 0.0
-    visits: bool = False
+    updates_on_device: bool = False
     masters_apart: bool = False
     rounded: int = 0
     wide: float = 4.0
     eight_bit: int = 0
     on_disk: bool = False
-    away: bool = False
-    away_on_disk: bool = False
-    remade: bool = False
+    offloads_weights: bool = False
+    weights_on_disk: bool = False
+    frees_gradients: bool = False
     step_weight: float = 0.0
     muon: bool = False
     once: bool = False
@@ -100,10 +101,13 @@ class StatePolicy:
         """Whether gradients pass through messages of their own."""
         return bool(self.reducing) or self.reduces_whole
 
-    def masters(self, here: float, away: float, frozen: float) -> float:
+    def masters(self, here: float, off_device: float, frozen: float) -> float:
         """Bytes of weights on the device: of `here` trained parameters with state on the device,
-        `away` with state elsewhere (perhaps narrower), and `frozen` ones."""
-        return here * self.master + (frozen + (0 if self.away else away)) * self.compute
+        `off_device` with state off the device (perhaps narrower), and `frozen` ones."""
+        return (
+            here * self.master
+            + (frozen + (0 if self.offloads_weights else off_device)) * self.compute
+        )
 
 
 def engine_policy(config: Config, *, alone: bool = False) -> StatePolicy:
@@ -141,23 +145,23 @@ def engine_policy(config: Config, *, alone: bool = False) -> StatePolicy:
         compute=compute,
         unpacking=config.parallel.zero_quantized_weights * UNPACKING,
         offloaded=offloaded,
-        visits=memory.offload_optimizer_states,
+        updates_on_device=memory.offload_optimizer_states,
         masters_apart=config.keeps_masters_apart,
         rounded=sum(kind != "fp32" for kind in types) + optimizer.narrow_parameters,
         wide=wide,
         eight_bit=types.count("fp8"),
         on_disk=memory.optimizer_offload_path is not None,
-        away=memory.param_cpu_offload,
-        away_on_disk=memory.param_offload_path is not None,
+        offloads_weights=memory.param_cpu_offload,
+        weights_on_disk=memory.param_offload_path is not None,
         muon=muon,
-        remade=(copy > 0 or alone) and not (offloaded and sharding.splits_gradients),
+        frees_gradients=(copy > 0 or alone) and not (offloaded and sharding.splits_gradients),
     )
 
 
 def layout_policy(layout: Layout) -> StatePolicy:
     """Fivefold's policy for a layout, which with one backward in a step needs less.
 
-    FSDP2 makes gradients anew in each step. ZeRO-1 then reduces each block at once, as ZeRO-2 does,
+    FSDP2 frees gradients after each step. ZeRO-1 then reduces each block at once, as ZeRO-2 does,
     and no whole gradients are kept. Replicated ranks' are made in their messages, unless autograd
     adds them, which first makes of those in bf16 others as wide as their sum. So it does on a rank
     alone, which makes its sums anew, too.
@@ -186,8 +190,10 @@ def alone_in_step(config: Config, policy: StatePolicy) -> StatePolicy:
     if not policy.copy or not (policy.splits_gradient or config.parallel.overlap_grad_reduce):
         return policy
     leaves = policy.offloaded and policy.splits_optimizer  # gradients leave as they are reduced
-    remade = policy.remade and not leaves
-    return replace(policy, once=True, splits_gradient=policy.splits_optimizer, remade=remade)
+    frees = policy.frees_gradients and not leaves
+    return replace(
+        policy, once=True, splits_gradient=policy.splits_optimizer, frees_gradients=frees
+    )
 
 
 def saved_bytes(config: Config) -> float:

@@ -10,7 +10,7 @@ from fivefold.config.reach import Reach
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.context import seen_shares
 from fivefold.counts.lengths import length_products
-from fivefold.counts.remade import MADE_AGAIN, Remade, remade_layers
+from fivefold.counts.recompute import RECOMPUTED_LINEARS, LayerRecompute, recomputed_layers
 from fivefold.counts.routed import StepRows
 from fivefold.description.activations import (
     Saved,
@@ -78,11 +78,11 @@ def kept_activations(
         saved.append(total(loss))
     smoothed = config.training.label_smoothing > 0
     small = bookkeeping_bytes(model, parts, running, routed, smoothed=smoothed)
-    layers = dict(remade_layers(layout, stage))
+    layers = dict(recomputed_layers(layout, stage))
     copies = sum(
         _copies(layout, layer, running, packed=packed, on_gpu=on_gpu)
-        for layer, remade in layers.items()
-        if not (remade.whole or {"core_attn", "a2a_overlap_attn"} & {*remade.modules})
+        for layer, recompute in layers.items()
+        if not (recompute.whole or {"core_attn", "a2a_overlap_attn"} & {*recompute.modules})
     )
     kept = total(saved).kept + small + running.element_bytes * copies
     places = looks_up * (model.embedded_dropout > 0) + _dropout_places(layout, layers)
@@ -95,10 +95,10 @@ def kept_activations(
     return tokens * (kept + (0.0 if on_gpu else total(saved).offloaded)) + 8.0 * places
 
 
-def _dropout_places(layout: Layout, layers: Mapping[int, Remade]) -> int:
+def _dropout_places(layout: Layout, layers: Mapping[int, LayerRecompute]) -> int:
     """Number of layers' dropouts that keep the key of their mask."""
     model = layout.config.model
-    holding = {layer for layer, remade in layers.items() if not remade.whole}
+    holding = {layer for layer, recompute in layers.items() if not recompute.whole}
     mixers = 2 if model.hybrid_override_pattern is None else 1
     places = mixers * len(holding) if model.hidden_dropout else 0
     if model.lora_dropout:
@@ -114,10 +114,10 @@ def _adapters(layout: Layout, layer: int) -> int:
     return sum(name.endswith("lora_A.weight") for name in weights)
 
 
-def _asks_for_indices(model: ModelConfig, layer: int, remade: Remade) -> bool:
+def _asks_for_indices(model: ModelConfig, layer: int, recompute: LayerRecompute) -> bool:
     """Whether the recomputation of a layer needs the indices of its tokens."""
     mlp = ("moe", "a2a_overlap_post_attn") if layer_kind(model, layer).experts else ("mlp",)
-    return remade.whole or not {"a2a_overlap_attn", *mlp}.isdisjoint(remade.modules)
+    return recompute.whole or not {"a2a_overlap_attn", *mlp}.isdisjoint(recompute.modules)
 
 
 def _copies(layout: Layout, layer: int, running: Running, *, packed: bool, on_gpu: bool) -> float:
@@ -177,13 +177,13 @@ def multiplications(layout: Layout, rank: int, rows: StepRows | None) -> float:
         if parts.head:
             runs = 1 + model.mtp_num_layers
             once += runs * model.padded_vocab_size // grid.tp * model.hidden_size
-            passes += (2 + model.trains_all + memory.makes_logits_again) * once
-        for layer, remade in remade_layers(layout, stage):
-            more, alone = products.of_layer(layer, remade)
+            passes += (2 + model.trains_all + memory.recomputes_logits) * once
+        for layer, recompute in recomputed_layers(layout, stage):
+            more, alone = products.of_layer(layer, recompute)
             passes, once = passes + more, once + alone
             if layer_kind(model, layer).experts:
                 every, repeated = _reached(layout, layer, count, recomputed[stage], rows)
-                total += products.of_experts(layer, remade) * every
+                total += products.of_experts(layer, recompute) * every
                 total += products.of_one_expert(layer) * repeated
         total += (count * passes + recomputed[stage] * once) * tokens
     return 2 * total
@@ -217,13 +217,13 @@ class _Products:
         self._cp_rank = layout.grid.coordinates(rank)["cp"]
         self._fp8 = layout.config.training.fp8_format is not None
 
-    def of_layer(self, layer: int, remade: Remade) -> tuple[float, float]:
+    def of_layer(self, layer: int, recompute: LayerRecompute) -> tuple[float, float]:
         """Products per token of a step, and of one forward, without experts."""
         sizes, model = _linear_weights(self._layout, layer), self._model
         if self._layout.config.reads_chosen:
             del sizes["self_attn.kv_b_proj.weight"]  # multiplied within attention
-        stops = remade.ends_group and not describe_layer(model, layer).keeps_end
-        again = remade.whole
+        stops = recompute.ends_group and not describe_layer(model, layer).keeps_end
+        again = recompute.whole
         weights = describe_layer(model, layer).weights
         trained = {weight.name for weight in weights if weight.trained}
         passes_on = {weight.name for weight in weights if weight.passes_on}
@@ -231,7 +231,7 @@ class _Products:
         passes = (3 + again) * once
         passes -= sum(size for name, size in sizes.items() if name not in trained)  # no dW
         passes -= sum(size for name, size in sizes.items() if name not in passes_on)  # no dX
-        tiled = [name for name in sizes if again and name.startswith(MADE_AGAIN["mlp"])]
+        tiled = [name for name in sizes if again and name.startswith(RECOMPUTED_LINEARS["mlp"])]
         if self._memory.tiled_mlp_num_shards == 1:
             tiled = []
         ends = partial(self._ends, eight_bit=self._fp8 and not model.is_wide(layer))
@@ -244,20 +244,20 @@ class _Products:
         if self._layout.config.projects_latents(layer):
             _, got = seen_shares(self._layout, self._cp_rank, model.reach_of(layer))
             # Of all latents, in the forward; the backward projects again for dX and dW.
-            around = "a2a_overlap_attn" in remade.modules  # counted with the other projections
-            attends = around or "core_attn" in remade.modules
+            around = "a2a_overlap_attn" in recompute.modules  # counted with the other projections
+            attends = around or "core_attn" in recompute.modules
             times = (4 + again + attends) * (1 + got) - (3 + again + around)
             passes += times * sizes["self_attn.kv_b_proj.weight"]
             once += got * sizes["self_attn.kv_b_proj.weight"]
-        for module in remade.modules:
-            names = [name for name in sizes if name.startswith(MADE_AGAIN.get(module, ()))]
+        for module in recompute.modules:
+            names = [name for name in sizes if name.startswith(RECOMPUTED_LINEARS.get(module, ()))]
             passes += sum(sizes[name] for name in names if not ends(name, module))
-        every, alone = length_products(self._layout, layer, remade)
+        every, alone = length_products(self._layout, layer, recompute)
         return passes + every, once + alone
 
-    def of_experts(self, layer: int, remade: Remade) -> float:
+    def of_experts(self, layer: int, recompute: LayerRecompute) -> float:
         """Products of a step per row of an expert."""
-        again = remade.whole or not {"moe", "routed_experts"}.isdisjoint(remade.modules)
+        again = recompute.whole or not {"moe", "routed_experts"}.isdisjoint(recompute.modules)
         return (2 + self._model.trains_all + again) * self.of_one_expert(layer)
 
     def of_one_expert(self, layer: int) -> float:

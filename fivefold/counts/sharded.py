@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from fivefold.config.training import ELEMENT_BYTES
-from fivefold.counts.matrices import Matrix, MatrixDeal, layer_matrices
+from fivefold.counts.matrices import Matrix, MatrixAssignment, layer_matrices
 from fivefold.counts.messages import Flow, wire_bytes
 from fivefold.counts.parameters import parameter_records
 from fivefold.counts.shards import held, num_expert_shards, num_shards
@@ -63,7 +63,7 @@ class ShardedVolumes:
     def orthogonalised(self) -> Iterator[Flow]:
         """Parts of the matrices that other ranks put together for Muon, and of what comes back.
 
-        Where updated blocks are gathered at once, each deals out its own.
+        Where updated blocks are gathered at once, each assigns its own.
         """
         layout, grid = self.layout, self.layout.grid
         early = self.parallel.overlap_param_gather_with_optimizer_step
@@ -73,8 +73,8 @@ class ShardedVolumes:
             for matrix in matrices:
                 unit = (stages[matrix.name], unit_of(matrix.name)) if early else None
                 together[unit].append(matrix)
-            deals = [MatrixDeal.of(each, number) for each in together.values()]
-            if not any(deal.rounds for deal in deals):
+            assignments = [MatrixAssignment.of(each, number) for each in together.values()]
+            if not any(assignment.rounds for assignment in assignments):
                 continue
             if experts:
                 ranks = grid.expert_holders(self.rank, num_expert_shards(layout))
@@ -85,7 +85,7 @@ class ShardedVolumes:
             place = ranks.index(self.rank)
             wide = layout.config.master_bytes
             narrow = ELEMENT_BYTES[layout.config.training.muon_precision]
-            size = sum(d.gathered(place) * wide + d.returned(place) * narrow for d in deals)
+            size = sum(d.gathered(place) * wide + d.returned(place) * narrow for d in assignments)
             yield Flow(axis, "parts of experts for Muon" if experts else "parts for Muon", size)
 
     def _axis(self, ranks: tuple[int, ...], name: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
 
-from fivefold.config.memory import WEIGHT_ROOMS, room_for, update_rooms
+from fivefold.config.memory import NUM_WEIGHT_BUFFERS, buffer_size, update_buffers
 from fivefold.config.training import BLOCK, TrainingConfig
 from fivefold.counts.blocks import GatheredBlock, stage_blocks
 from fivefold.counts.policy import StatePolicy, layout_policy
@@ -30,12 +30,12 @@ class ModelState:
         gradients: bytes of accumulated gradients.
         optimizer: bytes of optimizer moments.
         gathered: bytes of copies of layers, and of a stage's ends, gathered for computing only, of
-            shards that visit the device for that, and of this rank's part of a second copy (hpZ).
-        host: bytes in host memory: offloaded masters and moments, and offloaded weights, or rooms
-            for those that come from a disk, and room for gradients.
+            shards fetched from the host for that, and of this rank's part of a second copy (hpZ).
+        host: bytes in host memory: offloaded masters, moments and weights, or buffers for those
+            that come from a disk, and buffers for gradients.
         disk: bytes of offloaded masters, moments and weights on a disk, not in host memory.
         updated: number of parameters that the rank updates, here or on the host.
-        rooms: bytes of the rooms in which offloaded state is updated on the device.
+        update_buffers: bytes of the buffers in which offloaded state is updated on the device.
         scales: bytes of delayed scales of 8-bit operands, and of their histories.
     """
 
@@ -48,7 +48,7 @@ class ModelState:
     host: float
     disk: float
     updated: int
-    rooms: float
+    update_buffers: float
     scales: float
 
     @property
@@ -59,7 +59,7 @@ class ModelState:
     @property
     def total(self) -> float:
         """Bytes of everything on the device."""
-        lasting = self.weights + self.gradients + self.optimizer + self.rooms + self.scales
+        lasting = self.weights + self.gradients + self.optimizer + self.update_buffers + self.scales
         return lasting + self.gathered
 
 
@@ -110,10 +110,10 @@ def model_state(
     frozen -= own
     optimizer = own if policy.splits_optimizer else trained
     leaves = units_on_host(layout, pp_rank).values() if policy.offloaded else ()
-    away = optimizer if policy.offloaded == 1 else sum(map(at.held, leaves))
-    here, off = optimizer - away, _off_device(at, leaves, policy, away)
-    weights, largest = _away(layout, pp_rank, policy)
-    rooms = WEIGHT_ROOMS * largest if policy.away_on_disk else weights
+    off_device = optimizer if policy.offloaded == 1 else sum(map(at.held, leaves))
+    here, off = optimizer - off_device, _off_device(at, leaves, policy, off_device)
+    weights, largest = _offloaded_weights(layout, pp_rank, policy)
+    buffers = NUM_WEIGHT_BUFFERS * largest if policy.weights_on_disk else weights
     if policy.offloaded < 1:
         waiting = sum(at.held(with_replicas(layout, block)) for block in leaves)
     gradients = (here + waiting if policy.splits_gradient else trained) * policy.gradient
@@ -121,22 +121,22 @@ def model_state(
         gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
     return ModelState(
         parameters=whole,
-        masters=policy.masters(here, away, frozen),
+        masters=policy.masters(here, off_device, frozen),
         copies=0 if policy.splits_copy else copies,
         gradients=gradients,
         optimizer=here * policy.moments + beyond - off.beyond,
         gathered=gathered + kept if policy.splits_copy else 0,
-        host=away * policy.gradient + (off.rooms if policy.on_disk else off.kept) + rooms,
-        disk=(off.kept if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
+        host=off_device * policy.gradient + (off.buffers if policy.on_disk else off.kept) + buffers,
+        disk=(off.kept if policy.on_disk else 0) + (weights if policy.weights_on_disk else 0),
         updated=optimizer,
-        rooms=off.gradients + off.rooms if policy.visits else 0,
+        update_buffers=off.gradients + off.buffers if policy.updates_on_device else 0,
         scales=_delayed_scales(layout.config.training, linears),
     )
 
 
 def gathered_bytes(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
     """Bytes of the gathered copies that exist at once while a stage computes, and of a shard that
-    visits the device for that.
+    is fetched from the host for that.
 
     What is gathered beside a layer are other layers, without experts that are gathered apart.
     """
@@ -144,13 +144,13 @@ def gathered_bytes(layout: Layout, stage: StageParts, policy: StatePolicy) -> fl
     largest = max((block.copied(policy) for block in layers), default=0.0)
     others = max((block.parts(policy)[1].copied(policy) for block in layers), default=0.0)
     beside = min(policy.in_flight, sum(block.count for block in layers)) - 1
-    visiting = visiting_bytes(layout, stage, policy)
-    return ends.copied(policy) + largest + max(beside, 0) * others + visiting
+    fetched = fetched_shard_bytes(layout, stage, policy)
+    return ends.copied(policy) + largest + max(beside, 0) * others + fetched
 
 
-def visiting_bytes(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
-    """Bytes of the largest shard that visits the device while a stage gathers a block of it."""
-    if not policy.away:
+def fetched_shard_bytes(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
+    """Bytes of the largest shard that is fetched from the host for a gather of a stage."""
+    if not policy.offloads_weights:
         return 0.0
     blocks = stage_blocks(layout, stage, whole_embedding=policy.whole_embedding)
     parts = (part for block in blocks for part in block.parts(policy))
@@ -158,20 +158,22 @@ def visiting_bytes(layout: Layout, stage: StageParts, policy: StatePolicy) -> fl
 
 
 def stage_gradients(layout: Layout, stage: StageParts, policy: StatePolicy) -> float:
-    """Bytes of a stage's gradients that each step makes anew, and keeps on the device, on the first
+    """Bytes of a stage's gradients that each step allocates and frees on the device, on the first
     of the ranks that share them."""
     whole = policy.whole_embedding
     blocks = stage_blocks(layout, stage, trained=True, whole_embedding=whole)
     if policy.splits_gradient:
         return sum(block.count * kept_reduced(layout, block, policy) for block in blocks)
-    return policy.remade * policy.gradient * sum(block.count * block.size for block in blocks)
+    return (
+        policy.frees_gradients * policy.gradient * sum(block.count * block.size for block in blocks)
+    )
 
 
 def kept_reduced(layout: Layout, block: GatheredBlock, policy: StatePolicy) -> float:
-    """Bytes of a block's gradients that were made anew, on the device after their reduction."""
+    """Bytes of a block's gradients that a step allocates, on the device after their reduction."""
     if policy.offloaded == 1:
         block = with_replicas(layout, block)
-    elif not policy.remade:
+    elif not policy.frees_gradients:
         return 0.0
     return policy.gradient * ShardPlace.first(layout).held(block)
 
@@ -190,13 +192,13 @@ class _OffDevice:
     Attributes:
         kept: bytes in all.
         beyond: bytes of 8-bit moments beyond those that the policy counts.
-        rooms: rooms through which they pass.
+        buffers: buffers through which they pass.
         gradients: the same for their gradients.
     """
 
     kept: float
     beyond: float
-    rooms: float
+    buffers: float
     gradients: float
 
 
@@ -206,10 +208,10 @@ def _off_device(
     """Bytes off the device for this many elements of these blocks."""
     each = policy.master + policy.moments
     beyond = sum(_beyond_of_block(at, block, policy) for block in blocks)
-    number, capacity = update_rooms(elements)
-    room = capacity * each + _beyond_of_room(at, blocks, policy, capacity)
+    number, capacity = update_buffers(elements)
+    buffer = capacity * each + _beyond_of_buffer(at, blocks, policy, capacity)
     gradients = number * capacity * policy.gradient
-    return _OffDevice(elements * each + beyond, beyond, number * room, gradients)
+    return _OffDevice(elements * each + beyond, beyond, number * buffer, gradients)
 
 
 def _delayed_scales(training: TrainingConfig, linears: int) -> int:
@@ -217,10 +219,10 @@ def _delayed_scales(training: TrainingConfig, linears: int) -> int:
     return OPERANDS * linears * delayed_bytes(training) if training.delays_scales else 0
 
 
-def _away(layout: Layout, pp_rank: int, policy: StatePolicy) -> tuple[float, float]:
+def _offloaded_weights(layout: Layout, pp_rank: int, policy: StatePolicy) -> tuple[float, float]:
     """Bytes of a rank's weights that are not on the device, padded, and of the most gathered at
     once."""
-    if not policy.away:
+    if not policy.offloads_weights:
         return 0.0, 0.0
     first = ShardPlace.first(layout)
     blocks = units_on_host(layout, pp_rank).values()
@@ -250,18 +252,18 @@ def _beyond_of_block(at: ShardPlace, block: GatheredBlock, policy: StatePolicy) 
     return sum(beyond(shape, size, policy) for shape, size in at.parts(block))
 
 
-def _beyond_of_room(
+def _beyond_of_buffer(
     at: ShardPlace, blocks: Collection[GatheredBlock], policy: StatePolicy, elements: int
 ) -> float:
     """The same for a buffer through which the state of some blocks passes."""
     if not (blocks and policy.eight_bit):
         return 0.0
     pairs = [part for block in blocks for part in at.parts(block)]
-    vectors = room_for(elements, ((size, size * (len(shape) == 1)) for shape, size in pairs))
-    numbers = room_for(elements, ((size, size * (len(shape) > 1)) for shape, size in pairs))
-    scales = room_for(elements, ((size, _moment_scales(shape, size)) for shape, size in pairs))
-    room = numbers + scales + policy.wide * vectors
-    return policy.eight_bit * (room - elements * (1 + 1 / BLOCK))
+    vectors = buffer_size(elements, ((size, size * (len(shape) == 1)) for shape, size in pairs))
+    numbers = buffer_size(elements, ((size, size * (len(shape) > 1)) for shape, size in pairs))
+    scales = buffer_size(elements, ((size, _moment_scales(shape, size)) for shape, size in pairs))
+    buffer = numbers + scales + policy.wide * vectors
+    return policy.eight_bit * (buffer - elements * (1 + 1 / BLOCK))
 
 
 def beyond(shape: tuple[int, ...], size: int, policy: StatePolicy) -> float:

@@ -11,7 +11,7 @@ from fivefold.counts.expert_volumes import expert_flows
 from fivefold.counts.lengths import summed_lengths
 from fivefold.counts.messages import Flow, context_volumes, wire_bytes
 from fivefold.counts.parameters import parameter_records, tied_ranks
-from fivefold.counts.remade import remade_layers
+from fivefold.counts.recompute import recomputed_layers
 from fivefold.counts.routed import StepRows
 from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.shards import ShardPlace
@@ -107,7 +107,7 @@ class _Volumes:
                 "tp", "activations of layers", self.microbatches * (forward + backward) * feature
             )
             again = self.microbatches * self._repeated(stage) + twice * forward
-            yield Flow("tp", "activations made again", again * feature)
+            yield Flow("tp", "recomputed activations", again * feature)
             trains = self.model.trains_all  # a frozen embedding has no backward
             once = 1 if sequence else 2
             embedding = (2 if trains else once) * self.microbatches + once * twice
@@ -117,7 +117,7 @@ class _Volumes:
             yield Flow("tp", "what all heads look at", self._looked_at(stage))
             if spec.head:
                 runs = 1 + self.model.mtp_num_layers
-                again = trains or self.layout.config.memory.makes_logits_again
+                again = trains or self.layout.config.memory.recomputes_logits
                 often = (2 + again) * self.microbatches + twice  # or for logits
                 head = often if sequence else 2 * self.microbatches
                 yield Flow("tp", "output layer", runs * head * unit)
@@ -128,7 +128,9 @@ class _Volumes:
 
     def _lengths(self, stage: int) -> float:
         """Bytes of the sums of row lengths (DoRA), in a stage of the program."""
-        each = (summed_lengths(self.layout, *layer) for layer in remade_layers(self.layout, stage))
+        each = (
+            summed_lengths(self.layout, *layer) for layer in recomputed_layers(self.layout, stage)
+        )
         forward, again = (sum(numbers) for numbers in zip((0, 0), *each, strict=True))
         runs = (self.microbatches + self.recomputed[stage]) * forward + self.microbatches * again
         return self.slices * wire_bytes("all_reduce", runs * max(self.element, 4), self.tp)
@@ -137,10 +139,10 @@ class _Volumes:
         """Bytes of the sums for norms over all heads: two numbers per token, of queries and of
         keys."""
         runs = 0
-        for layer, remade in remade_layers(self.layout, stage):
+        for layer, recompute in recomputed_layers(self.layout, stage):
             if not self.model.is_softmax(layer):
                 continue
-            again = remade.whole or "a2a_overlap_attn" in remade.modules
+            again = recompute.whole or "a2a_overlap_attn" in recompute.modules
             runs += self.recomputed[stage] + (2 + again) * self.microbatches
         size = 2 * self.tokens * max(self.element, 4) * runs * self.model.norms_together
         return wire_bytes("all_reduce", size, self.tp)
@@ -175,13 +177,13 @@ class _Volumes:
         """
         last = (1 if self.parallel.sequence_parallel else 2) * self.model.hidden_size
         features = 0.0
-        for number, remade in remade_layers(self.layout, stage):
+        for number, recompute in recomputed_layers(self.layout, stage):
             layer = self._layer(number)
-            if not remade.whole:
-                features += self._repeated_block(layer, {*remade.modules})
+            if not recompute.whole:
+                features += self._repeated_block(layer, {*recompute.modules})
                 continue
             features += self._features(number)[0] + self._tiled_again(layer)
-            if remade.ends_group:
+            if recompute.ends_group:
                 skipped = float(last * layer.ends_with_sum)
                 if self._is_tiled(layer) and not layer.keeps_end:
                     skipped = (self._tiled_again(layer) + skipped) * self._last_tile
@@ -201,7 +203,7 @@ class _Volumes:
         if not self._is_tiled(layer):
             return 0
         sequence = self.parallel.sequence_parallel
-        return sum(op.tensor_features(sequence_parallel=sequence)[0] for op in layer.remade_mlp)
+        return sum(op.tensor_features(sequence_parallel=sequence)[0] for op in layer.recomputed_mlp)
 
     def _is_tiled(self, layer: Layer) -> bool:
         """Whether the layer's MLP runs in tiles of the tokens."""
@@ -211,11 +213,11 @@ class _Volumes:
         """Like `_repeated` for these modules of a layer: up to the last linear layer's input."""
         linears: Sequence[Operation] = ()
         if "mlp" in modules and layer.kind.dense:
-            linears = layer.remade_mlp
+            linears = layer.recomputed_mlp
         elif "moe" in modules and layer.kind.experts:
-            linears = layer.mlp if self.model.keeps_shared else layer.remade_mlp
+            linears = layer.mlp if self.model.keeps_shared else layer.recomputed_mlp
         elif "shared_experts" in modules and layer.kind.experts:
-            linears = layer.remade_mlp
+            linears = layer.recomputed_mlp
         again = modules & {"mla_up_proj", "a2a_overlap_attn"}
         attention = [op for op in layer.attention if again & {*op.rerun_by}]
         sequence = self.parallel.sequence_parallel
@@ -229,7 +231,7 @@ class _Volumes:
             return
         sizes = self.parallel.hierarchical_context_parallel_sizes
         for stage, spec in self.stages.items():
-            whole, kernels = self._remade_attention(stage)
+            whole, kernels = self._recomputed_attention(stage)
             for layer in all_layers(model, spec):
                 if model.is_linear(layer):
                     yield self._states(layer, self.recomputed[stage], layer in whole)
@@ -276,13 +278,13 @@ class _Volumes:
             runs * wire_bytes("all_to_all", size, self.parallel.context_parallel_size),
         )
 
-    def _remade_attention(self, stage: int) -> tuple[set[int], set[int]]:
+    def _recomputed_attention(self, stage: int) -> tuple[set[int], set[int]]:
         """Layers whose attention is recomputed with the whole layer, and layers where only
         attention is."""
-        remade = dict(remade_layers(self.layout, stage))
-        alone = {layer for layer, each in remade.items() if "core_attn" in each.modules}
+        recompute = dict(recomputed_layers(self.layout, stage))
+        alone = {layer for layer, each in recompute.items() if "core_attn" in each.modules}
         around = "a2a_overlap_attn"
-        whole = {layer for layer, each in remade.items() if each.whole or around in each.modules}
+        whole = {layer for layer, each in recompute.items() if each.whole or around in each.modules}
         return whole, alone
 
     def pipeline(self) -> Iterator[Flow]:

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHand
 from torch.distributed.tensor import Shard
 
 from fivefold.data_parallel import fsdp_internals as internals
-from fivefold.data_parallel.away import AwayShards, give_memory
 from fivefold.data_parallel.blocks import shard_dim
 from fivefold.data_parallel.communication import (
     HierarchicalReduceScatter,
@@ -23,6 +22,7 @@ from fivefold.data_parallel.eight_bit import EightBitParam, agree_on_scales, gat
 from fivefold.data_parallel.fsdp_internals import parameter_groups
 from fivefold.data_parallel.hooks import UnitHooks
 from fivefold.data_parallel.left_over import complete, put_aside
+from fivefold.data_parallel.offloaded_shards import OffloadedShards, give_memory
 from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
 from fivefold.data_parallel.stage_gradients import StageGradients
@@ -98,7 +98,7 @@ class ShardedStage(StageGradients):
             set_prefetch(self._units, policy.overlap_param_gather)
             groups_of_all = self.parameter_groups()
             self._hooks = UnitHooks(self._units, groups_of_all, once=not self._every)
-        self._away: Mapping[nn.Module, AwayShards] = {}
+        self._offloaded: Mapping[nn.Module, OffloadedShards] = {}
 
     def _set_up(self, unit: FSDPModule, mesh: DeviceMesh, nodes: NodeGroups) -> None:
         """Choose the messages of a unit, and how gradients are summed."""
@@ -115,14 +115,14 @@ class ShardedStage(StageGradients):
         if self._by_hand:
             internals.without_hooks(unit)
 
-    def give_memory(self, device: torch.device, away: Collection[str]) -> None:
-        """Allocate all parameters, with any values; shards of those in `away` are elsewhere."""
+    def give_memory(self, device: torch.device, offloaded: Collection[str]) -> None:
+        """Allocate all parameters, uninitialised; those in `offloaded` keep no shard here."""
         groups: dict[nn.Module, Any] = {unit: parameter_groups(unit) for unit in self._units}
-        self._away = give_memory(self._stage, device, groups, away)
+        self._offloaded = give_memory(self._stage, device, groups, offloaded)
 
-    def away(self, *, backward: bool = False, further: bool = True) -> Iterator[AwayShards]:
+    def offloaded(self, *, backward: bool = False, mtp: bool = True) -> Iterator[OffloadedShards]:
         """Blocks whose shards are elsewhere, in the order in which a forward or a `backward`
-        gathers them; `further`: with multi-token prediction."""
+        gathers them; `mtp`: with multi-token prediction."""
         order: list[Any] = self._units
         if backward:
             root, *layers = self._units
@@ -130,8 +130,8 @@ class ShardedStage(StageGradients):
             # Without the head the stage's output is its last layer's, whose hook comes first.
             first = 0 if self._stage.parts.head else 1 + self._policy.overlap_param_gather
             order.insert(first, root)
-        left_out = {m for each in self._stage.predictions for m in each.modules() if not further}
-        yield from (self._away[u] for u in order if u in self._away and u not in left_out)
+        left_out = {m for each in self._stage.predictions for m in each.modules() if not mtp}
+        yield from (self._offloaded[u] for u in order if u in self._offloaded and u not in left_out)
 
     def before_run(self, *, trains: bool) -> None:
         """Agree on the scales of weights that are gathered in 8 bits, if weights may be new.
@@ -142,7 +142,7 @@ class ShardedStage(StageGradients):
             for shards, held in self._narrow.items():
                 agree_on_scales(held, shards)
         self._scales_known = True
-        if trains and self._policy.gathers_at_start and not self._away:
+        if trains and self._policy.gathers_at_start and not self._offloaded:
             self.unshard()
 
     def set_gradient_type(self) -> None:
@@ -305,7 +305,7 @@ class ShardedStage(StageGradients):
         Most are gone when a step ends; gathers that an evaluation began for nothing are not.
         """
         self.reshard()
-        return internals.let_go(self._root, self.parameter_groups())
+        return internals.release_gathers(self._root, self.parameter_groups())
 
     def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
         """Each block's own parameters in the order of a forward, and what starts their gather."""

@@ -112,7 +112,7 @@ def place_of(held: Any) -> tuple[nn.Module, str]:
 
 
 class OwnRecord(FSDPParam):
-    """A record of which a subclass says what is gathered, and what is made of that."""
+    """FSDP2's record of a parameter; a subclass says what is gathered and made of it."""
 
     def make_whole(self) -> nn.Parameter:
         """The whole parameter, in the memory of what is gathered, or a DTensor of it."""
@@ -172,7 +172,7 @@ def free_gathered(root: FSDPModule) -> None:
     context.all_gather_state = None
 
 
-def let_go(root: FSDPModule, groups: Iterable[Any]) -> list[Any]:
+def release_gathers(root: FSDPModule, groups: Iterable[Any]) -> list[Any]:
     """Drop pending waits, and return the streams on which FSDP2 waited.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 from fivefold.model.moe.layer import Experts
-from fivefold.model.prediction import FurtherToken
+from fivefold.model.prediction import MTPModule
 
 
 def set_prefetch(units: Sequence[FSDPModule], early: bool) -> None:
@@ -22,7 +22,7 @@ def set_prefetch(units: Sequence[FSDPModule], early: bool) -> None:
     backward = [root, *last_layer_first(layers)]
     for unit, following in zip(backward, [*backward[1:], root], strict=True):
         unit.set_modules_to_backward_prefetch([following if early else root])
-    predictions = [unit for unit in layers if isinstance(unit, FurtherToken)]
+    predictions = [unit for unit in layers if isinstance(unit, MTPModule)]
     parts: list[list[Any]] = [[m for m in each.modules() if m in layers] for each in predictions]
     always = [unit for unit in layers if unit not in {m for part in parts for m in part}]
     for run in (always, *parts) if early else ():

@@ -80,7 +80,7 @@ class Blocks:
         quantised_kernels.pack(self, runs, sent_RM)
 
     def unpack_runs(self, sent_PRM: Tensor, runs: Sequence[Tensor]) -> None:
-        """Messages, added up over P in order, into their runs."""
+        """Unpack P ranks' messages into runs [A, B, N], R = A x B; sums over P in order."""
         if _by_kernels(runs[0]):
             from fivefold.data_parallel import quantised_kernels
 
@@ -94,7 +94,7 @@ class Blocks:
         return SCALE_BYTES * blocks + self._bytes(blocks)
 
     def rounded(self, x: Tensor) -> Tensor:
-        """A tensor after being sent as one message."""
+        """A tensor of any shape as it arrives if sent as one message: quantised and unpacked."""
         flat = x.reshape(1, -1)
         return self.unpack(self.pack(flat), flat.shape[1], x.dtype).view_as(x)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fivefold.data_parallel.away import AwayShards
 from fivefold.data_parallel.communication import HierarchicalReduceScatter, NodeGather
+from fivefold.data_parallel.offloaded_shards import OffloadedShards
 from fivefold.tensor.deferred_weight import Sum, Work
 
 
@@ -95,9 +95,9 @@ class StageGradients(ABC):
         """Each block's own parameters in the order of a forward, and what starts their gather."""
         return iter(())
 
-    def away(self, *, backward: bool = False, further: bool = True) -> Iterator[AwayShards]:
+    def offloaded(self, *, backward: bool = False, mtp: bool = True) -> Iterator[OffloadedShards]:
         """Blocks whose shards are elsewhere, in the order in which a forward or a `backward`
-        gathers them; `further`: with multi-token prediction."""
+        gathers them; `mtp`: with multi-token prediction."""
         return iter(())
 
     def second_copies(self) -> Iterator[Tensor]:

@@ -38,12 +38,12 @@ class Saved:
     Attributes:
         kept: bytes on the device from the forward to the backward.
         offloaded: bytes in host memory from the forward to the backward.
-        remade: bytes that the backward recomputes, present only while it runs.
+        recomputed: bytes that the backward recomputes, present only while it runs.
     """
 
     kept: float = 0.0
     offloaded: float = 0.0
-    remade: float = 0.0
+    recomputed: float = 0.0
 
 
 def total(saved: Mapping[str, Saved] | Iterable[Saved]) -> Saved:
@@ -52,7 +52,7 @@ def total(saved: Mapping[str, Saved] | Iterable[Saved]) -> Saved:
     return Saved(
         sum(item.kept for item in items),
         sum(item.offloaded for item in items),
-        sum(item.remade for item in items),
+        sum(item.recomputed for item in items),
     )
 
 
@@ -64,7 +64,7 @@ def saved_activations(
     Tokens are those of the rank's microbatch (batch x sequence / CP) before sequence parallelism
     splits them. Full recomputation keeps only layer inputs: that of every
     `recompute_num_layers`-th layer (uniform), or those of the first `recompute_num_layers` layers
-    (block). What the backward recomputes counts as `remade`; a uniform group recomputes all its
+    (block). What the backward recomputes counts as `recomputed`; a uniform group recomputes all its
     layers at once.
 
     Args:
@@ -92,16 +92,17 @@ def _saved(model: ModelConfig, kind: LayerKind, running: Running) -> Mapping[str
     saved = {}
     for item in _kept_items(model, kind, running):
         if item.held_by:
-            remade = set(running.remade) & set(item.remade_by)
-            if item.module in moved and item.held_by not in moved and not remade:
-                away = _away(item, running)
-                rest = away / memory.activation_offload_fraction - away  # held by nothing else
-                saved[item.name] = Saved(kept=rest, offloaded=away)
-        elif set(running.remade) & set(item.remade_by):
-            saved[item.name] = Saved(remade=_remade(item, running))
+            recomputed = set(running.recomputed) & set(item.recomputed_by)
+            if item.module in moved and item.held_by not in moved and not recomputed:
+                offloaded = _offloaded(item, running)
+                # The rest is held by nothing else.
+                rest = offloaded / memory.activation_offload_fraction - offloaded
+                saved[item.name] = Saved(kept=rest, offloaded=offloaded)
+        elif set(running.recomputed) & set(item.recomputed_by):
+            saved[item.name] = Saved(recomputed=_recomputed(item, running))
         else:
-            away = _away(item, running) if item.module in moved else 0.0
-            saved[item.name] = Saved(kept=item.size - away, offloaded=away)
+            offloaded = _offloaded(item, running) if item.module in moved else 0.0
+            saved[item.name] = Saved(kept=item.size - offloaded, offloaded=offloaded)
     return MappingProxyType(saved)
 
 
@@ -114,12 +115,12 @@ def _saved_by_recomputation(
     if starts_group:
         size = running.element_bytes * model.hidden_size / running.token_parts
         moves = "layer_input" in running.memory.moved_items
-        away = _away(Kept("layer_input", (size,)), running) if moves else 0.0
-        saved["layer_input"] = Saved(kept=size - away, offloaded=away)
+        offloaded = _offloaded(Kept("layer_input", (size,)), running) if moves else 0.0
+        saved["layer_input"] = Saved(kept=size - offloaded, offloaded=offloaded)
     for item in _kept_items(model, kind, running):
         if not item.held_by:
-            remade = Saved(remade=_remade(item, running))
-            saved[item.name] = Saved(kept=item.size) if item.stays else remade
+            recomputed = Saved(recomputed=_recomputed(item, running))
+            saved[item.name] = Saved(kept=item.size) if item.stays else recomputed
     return MappingProxyType(saved)
 
 
@@ -169,8 +170,8 @@ def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) ->
     if parts.head:
         states = 0 if _keeps_whole_states(model, running) else parts.mtp
     return {
-        "further_tokens": Saved(kept=8.0 * parts.mtp * model.trains_all),
-        "further_dropout": Saved(kept=mask),
+        "mtp_tokens": Saved(kept=8.0 * parts.mtp * model.trains_all),
+        "mtp_dropout": Saved(kept=mask),
         "states": Saved(kept=running.element_bytes * around * states),
     }
 
@@ -197,7 +198,7 @@ def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict
     moves = (
         "layer_input" in moved if again else any(item.module in moved for item in first.kept(own))
     )
-    moves = moves and _away(Kept("entry", (size,)), running) > 0
+    moves = moves and _offloaded(Kept("entry", (size,)), running) > 0
     return {"entry": Saved(kept=size)} if moves else {}
 
 
@@ -230,14 +231,14 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     return {
         "final_norm": Saved(kept=element * around),
         "output_layer": Saved(kept=runs * element * around * _keeps_states(model, running)),
-        "logits": Saved(kept=runs * kept, remade=busy),
+        "logits": Saved(kept=runs * kept, recomputed=busy),
         "log_sum_exp": Saved(kept=runs * sums),
     }
 
 
 def _keeps_states(model: ModelConfig, running: Running) -> bool:
     """Whether the output layer keeps its input."""
-    return model.trains_all or running.memory.makes_logits_again
+    return model.trains_all or running.memory.recomputes_logits
 
 
 def _keeps_whole_states(model: ModelConfig, running: Running) -> bool:
@@ -267,7 +268,7 @@ def deferred_by_ends(model: ModelConfig, parts: StageParts, running: Running) ->
     if not model.trains_all:
         return 0.0
     found = (parts.embedding + parts.mtp) * (8.0 + running.element_bytes * model.hidden_size)
-    if parts.head and not running.memory.makes_logits_again:
+    if parts.head and not running.memory.recomputes_logits:
         x = model.hidden_size / running.token_parts
         runs = 1 + model.mtp_num_layers
         found += runs * running.element_bytes * (x + _logits(model, running))
@@ -315,13 +316,13 @@ def bookkeeping_bytes(
         own = at_place(running, place).of_kind(layer_kind(model, layer))
         known = replace(own, routed=routed.get(layer, own.routed))
         for item in kept_items(model, layer, known):
-            if not {*own.remade} & {*item.remade_by}:
+            if not {*own.recomputed} & {*item.recomputed_by}:
                 pairs = product(item.scaled, item.groups or (None,))
                 size += sum(scale_bytes(own, features, rows) for features, rows in pairs)
-        if "a2a_overlap_attn" not in own.remade:
+        if "a2a_overlap_attn" not in own.recomputed:
             size += wide * _unit_norms(model, layer, tp)
         for operation in describe_layer(model, layer).operations:
-            again = {*own.remade}.intersection(operation.rerun_by)
+            again = {*own.recomputed}.intersection(operation.rerun_by)
             if "a2a_overlap_attn" in again:
                 continue
             if isinstance(operation, Norm):
@@ -354,12 +355,12 @@ def _is_recomputed(memory: MemoryConfig, position: int) -> bool:
     return memory.recompute_method == "uniform" or position < max(memory.recompute_num_layers)
 
 
-def _remade(item: Kept, running: Running) -> float:
+def _recomputed(item: Kept, running: Running) -> float:
     """Bytes per token of an item that are recomputed at a time."""
-    return item.size * share_at_once(running, item.remade_by)
+    return item.size * share_at_once(running, item.recomputed_by)
 
 
-def _away(item: Kept, running: Running) -> float:
+def _offloaded(item: Kept, running: Running) -> float:
     """Bytes per token of an item's tensors that are offloaded, those that are large enough."""
     least = running.memory.min_offloaded_tensor_size / running.microbatch_tokens
     large = sum(tensor for tensor in item.tensors if tensor >= least)

@@ -7,7 +7,7 @@ from fivefold.description.operations import Kept, Operation, RowLinear
 from fivefold.description.running import Running, gradient_bytes, layer_rows
 
 _INDEX = 8  # bytes of the index of an expert or a row: int64
-_AGAIN = "moe", "a2a_overlap_post_attn"
+_RERUN_BY = "moe", "a2a_overlap_post_attn"
 """Recomputed modules that run the router again."""
 
 
@@ -20,14 +20,14 @@ class RouterLinear(Operation):
         model: model with experts.
         read: whether shared experts read the same input.
         adapted: whether these have adapters, which keep it.
-        remade_by: recomputed modules that recompute the input.
+        recomputed_by: recomputed modules that recompute the input.
     """
 
     inputs: int
     model: ModelConfig = field(repr=False)
     read: bool
     adapted: bool = False
-    remade_by: tuple[str, ...] = ()
+    recomputed_by: tuple[str, ...] = ()
 
     @property
     def experts(self) -> int:
@@ -37,15 +37,15 @@ class RouterLinear(Operation):
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """A jittered or wider copy of the input."""
         wide = running.router_bytes * self.inputs / running.token_parts
-        return (Kept("router_input", (wide if self._copied(running) else 0.0,), _AGAIN),)
+        return (Kept("router_input", (wide if self._copied(running) else 0.0,), _RERUN_BY),)
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """The input, shared with shared experts and with the product by its tokens' weights;
         scores; the decision, reused by recomputation."""
         return (
-            Kept("moe_input", (self._input(running),), self.remade_by),
-            Kept("router_factors", self._factors(running), _AGAIN),
-            Kept("router", (self._scores(running) + self._losses(running),), _AGAIN),
+            Kept("moe_input", (self._input(running),), self.recomputed_by),
+            Kept("router_factors", self._factors(running), _RERUN_BY),
+            Kept("router", (self._scores(running) + self._losses(running),), _RERUN_BY),
             Kept("decision", (self._decision(running),), stays=True),
         )
 
@@ -53,11 +53,11 @@ class RouterLinear(Operation):
         """Bytes of the input itself: for a router, shared experts, or to make these again; for the
         gradient of the weights that multiply it."""
         multiplied = self.model.moe_apply_probs_on_input
-        shared = self.read and (self.adapted or "shared_experts" in running.remade)
+        shared = self.read and (self.adapted or "shared_experts" in running.recomputed)
         if not (multiplied or shared or self.keeps_inputs(running)):
             return 0.0
         read = self.read or multiplied or self.model.moe_latent_size is not None
-        alone = not read and {*_AGAIN}.isdisjoint(running.remade)
+        alone = not read and {*_RERUN_BY}.isdisjoint(running.recomputed)
         x = running.element_bytes * self.inputs / running.token_parts
         return 0.0 if alone and self._copied(running) else x
 

@@ -15,13 +15,13 @@ class LatentDown(Operation):
     Attributes:
         inputs: features of a token.
         norms: number of latent normalisations.
-        remade_by: recomputed modules that recompute the input.
+        recomputed_by: recomputed modules that recompute the input.
         shared_input: whether another item already counts the input.
     """
 
     inputs: int
     norms: int
-    remade_by: tuple[str, ...] = ()
+    recomputed_by: tuple[str, ...] = ()
     shared_input: bool = False
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
@@ -31,7 +31,7 @@ class LatentDown(Operation):
         size = running.input_size("layernorm") * self.inputs / running.token_parts
         # Each rank multiplies its own tokens.
         scaled = (self.inputs,) if running.narrows("layernorm") else ()
-        return (Kept(self.name, (size,), self.remade_by, self.moved(running), scaled=scaled),)
+        return (Kept(self.name, (size,), self.recomputed_by, self.moved(running), scaled=scaled),)
 
     def deferred(self, running: Running) -> float:
         """Its input; gradients of the latents are negligible."""
@@ -97,7 +97,7 @@ class LatentUp(Operation):
         """The latents before their norms, and the shared key if it is recomputed from."""
         before = running.element_bytes * self.latents / running.token_parts
         key = running.element_bytes * self.shared / running.token_parts
-        key = key if "mla_up_proj" in running.remade else 0.0
+        key = key if "mla_up_proj" in running.recomputed else 0.0
         again = ("a2a_overlap_attn",)
         return Kept("latents", (before,), again), Kept("shared_key", (key,), again)
 
@@ -132,10 +132,10 @@ class LatentUp(Operation):
         return 0, 2 * (inputs + self.shared)
 
 
-def latent_projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
+def latent_projections(model: ModelConfig, recomputed_by: tuple[str, ...]) -> tuple[Operation, ...]:
     """DeepSeek-V2's MLA: normalised latents, and one rotary key shared by all heads.
 
-    `remade_by`: recomputed modules that make their input again.
+    `recomputed_by`: recomputed modules that make their input again.
     """
     h, bias, rank = model.hidden_size, model.add_bias_linear, model.kv_lora_rank
     down: tuple[Weight, ...] = ()
@@ -158,7 +158,7 @@ def latent_projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[
             QKV,
             inputs=h,
             norms=1 if model.q_lora_rank is None else 2,
-            remade_by=remade_by,
+            recomputed_by=recomputed_by,
         ),
         LatentUp(
             "mla_up",

@@ -23,7 +23,7 @@ from fivefold.description.operations import (
     Residual,
     RowLinear,
 )
-from fivefold.description.prediction import PredictionInput
+from fivefold.description.prediction import MTPInput
 from fivefold.description.softmax_attention import softmax_attention
 from fivefold.description.weights import (
     Weight,
@@ -73,7 +73,7 @@ class Layer:
         return tuple(op for op in last if isinstance(op, ColumnLinear | ExpertsIn))
 
     @property
-    def remade_mlp(self) -> tuple[Operation, ...]:
+    def recomputed_mlp(self) -> tuple[Operation, ...]:
         """The linear layers of the MLP that its recomputation repeats: all but the last, unless the
         last one's result is kept, to be scaled."""
         kinds = ColumnLinear | ExpertsIn | Adapters | Rescaled
@@ -199,7 +199,7 @@ def _dense(model: ModelConfig) -> tuple[Operation, ...]:
             ("mlp",),
             inputs=h,
             outputs=inner * _gates(model),
-            remade_by=_makes_input(model),
+            recomputed_by=_makes_input(model),
             kept_whole_by=("layernorm", "mlp"),
         ),
         Activation(
@@ -209,9 +209,9 @@ def _dense(model: ModelConfig) -> tuple[Operation, ...]:
             item="mlp_act",
             features=inner,
             widths=_gates(model),
-            remade_by=("mlp",),
+            recomputed_by=("mlp",),
         ),
-        RowLinear("fc2", last, inputs=inner, outputs=h, remade_by=("mlp",)),
+        RowLinear("fc2", last, inputs=inner, outputs=h, recomputed_by=("mlp",)),
         *_end(model),
     )
 
@@ -237,7 +237,7 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
             inputs=h,
             model=model,
             read=bool(model.shared_ffn_size) and not own,
-            remade_by=("moe", again) if own else _makes_input(model, again),
+            recomputed_by=("moe", again) if own else _makes_input(model, again),
         ),
         *_branch_norm("routed_norm", model, shared_input=True),
         *into_latents,
@@ -258,7 +258,7 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
             features=inner,
             widths=widths,
             copies=copies,
-            remade_by=("moe", "routed_experts"),
+            recomputed_by=("moe", "routed_experts"),
         ),
         ExpertsOut(
             "expert_fc2",
@@ -270,7 +270,7 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
             weighs=weighs,
         ),
         *out_of_latents,
-        *_branch_norm("routed_output_norm", model, remade_by=("moe",)),
+        *_branch_norm("routed_output_norm", model, recomputed_by=("moe",)),
         *(_shared_experts(model) if model.shared_ffn_size else ()),
         *_end(model),
     )
@@ -281,7 +281,7 @@ def _branch_norm(
     model: ModelConfig,
     *again: str,
     shared_input: bool = False,
-    remade_by: tuple[str, ...] = (),
+    recomputed_by: tuple[str, ...] = (),
 ) -> tuple[Norm, ...]:
     """A norm within a mixture, by its module there, if there are such; those before branches all
     read the residual stream, which the first of them counts."""
@@ -294,7 +294,7 @@ def _branch_norm(
             ("moe", *again),
             features=model.hidden_size,
             shared_input=shared_input,
-            remade_by=remade_by,
+            recomputed_by=recomputed_by,
             inside=True,
         ),
     )
@@ -336,7 +336,7 @@ def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
             inputs=h,
             outputs=inner * widths,
             shared_input=not own,
-            remade_by=("moe",) if own else (),
+            recomputed_by=("moe",) if own else (),
             kept_whole_by=("layernorm", "shared_experts"),
         ),
         Activation("shared_act", rerun_by=again, features=inner, widths=widths),
@@ -350,7 +350,7 @@ def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
             gated=gated,
             shares_input=not own,
         ),
-        *_branch_norm("shared_output_norm", model, remade_by=("moe",)),
+        *_branch_norm("shared_output_norm", model, recomputed_by=("moe",)),
     )
 
 
@@ -361,7 +361,7 @@ def _end(model: ModelConfig) -> tuple[Operation, ...]:
     return *_norm_after("mlp_output_norm", "post_mlp_layernorm", model), residual
 
 
-def _prediction(model: ModelConfig) -> PredictionInput:
+def _prediction(model: ModelConfig) -> MTPInput:
     """As in DeepSeek-V3: the hidden state and the next token's embedding are normalised and
     projected together to one hidden state; a layer and a norm follow."""
     h = model.hidden_size
@@ -371,7 +371,7 @@ def _prediction(model: ModelConfig) -> PredictionInput:
         *column("eh_proj", 2 * h, h, False),
         *norm_weights("norm", model),
     )
-    return PredictionInput("prediction", weights, features=h)
+    return MTPInput("prediction", weights, features=h)
 
 
 def _learned_bends(model: ModelConfig) -> tuple[Weight, ...]:

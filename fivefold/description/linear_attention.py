@@ -13,7 +13,7 @@ from fivefold.description.weights import Weight, column, row, whole
 
 CHUNK = 64
 """Most tokens of a chunk, within which the delta rule is solved at once."""
-AGAIN = ("a2a_overlap_attn",)
+RERUN_BY = ("a2a_overlap_attn",)
 """Recomputed modules that rerun a mixer with a state."""
 
 
@@ -56,7 +56,7 @@ class Recurrence(Operation):
         """Its inputs, from which the backward recomputes everything else."""
         features = self.sizes.mixed, self.rates * self.sizes.heads
         tensors = tuple(map(running.by_heads, features))
-        return (Kept(self.name, tensors, AGAIN, "core_attn"),)
+        return (Kept(self.name, tensors, RERUN_BY, "core_attn"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,25 +148,29 @@ class GatedHeads(Operation):
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """Heads and gates."""
-        return (Kept(self.name, (running.by_heads(self.features),) * 2, AGAIN),)
+        return (Kept(self.name, (running.by_heads(self.features),) * 2, RERUN_BY),)
 
 
 def projections(
-    name: str, weights: tuple[Weight, ...], inputs: int, outputs: int, remade_by: tuple[str, ...]
+    name: str,
+    weights: tuple[Weight, ...],
+    inputs: int,
+    outputs: int,
+    recomputed_by: tuple[str, ...],
 ) -> ColumnLinear:
     """The projections of all inputs of the states, and of the gates."""
     return ColumnLinear(
-        name, weights, AGAIN, QKV, inputs=inputs, outputs=outputs, remade_by=remade_by
+        name, weights, RERUN_BY, QKV, inputs=inputs, outputs=outputs, recomputed_by=recomputed_by
     )
 
 
 def projection_back(size: int, hidden: int) -> RowLinear:
     """The projection of all heads of a layer with states."""
     weights = row("self_attn.out_proj", size, hidden, False)
-    return RowLinear("attn_proj", weights, inputs=size, outputs=hidden, remade_by=AGAIN)
+    return RowLinear("attn_proj", weights, inputs=size, outputs=hidden, recomputed_by=RERUN_BY)
 
 
-def short_convolution(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
+def short_convolution(model: ModelConfig, recomputed_by: tuple[str, ...]) -> tuple[Operation, ...]:
     """A gated short convolution without the norm and the sum around it; see `linear_attention`."""
     h = model.hidden_size
     made = (
@@ -175,17 +179,17 @@ def short_convolution(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[O
     )
     taps = Weight("self_attn.conv1d.weight", (h, 1, model.states.taps), split=0)
     return (
-        projections("linear_qkv", made, h, 3 * h, remade_by),
-        GatedConvolution("short_convolution", (taps,), AGAIN, model=model),
-        GatedHeads("output_gate", (), AGAIN, features=h),
+        projections("linear_qkv", made, h, 3 * h, recomputed_by),
+        GatedConvolution("short_convolution", (taps,), RERUN_BY, model=model),
+        GatedHeads("output_gate", (), RERUN_BY, features=h),
         projection_back(h, h),
     )
 
 
-def linear_attention(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
+def linear_attention(model: ModelConfig, recomputed_by: tuple[str, ...]) -> tuple[Operation, ...]:
     """Linear attention without the norms and the sum around it.
 
-    `remade_by`: recomputed modules that make its input again.
+    `recomputed_by`: recomputed modules that make its input again.
     """
     h, sizes, kimi = model.hidden_size, model.states, model.fades_features
     heads, size, mixed = sizes.heads, sizes.size, sizes.mixed
@@ -197,24 +201,24 @@ def linear_attention(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Op
     norm = Weight("self_attn.norm.weight", (sizes.value,), sees="heads")
     rule = KimiDeltaRule if kimi else DeltaRule
     return (
-        *(_kimi_projections if kimi else _projections)(model, remade_by),
-        rule("delta_rule", of_heads, AGAIN, model=model),
-        GatedHeads("gated_norm", (norm,), AGAIN, features=size),
+        *(_kimi_projections if kimi else _projections)(model, recomputed_by),
+        rule("delta_rule", of_heads, RERUN_BY, model=model),
+        GatedHeads("gated_norm", (norm,), RERUN_BY, features=size),
         projection_back(size, h),
     )
 
 
-def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
+def _projections(model: ModelConfig, recomputed_by: tuple[str, ...]) -> tuple[Operation, ...]:
     h, sizes = model.hidden_size, model.states
     made, rates = sizes.mixed + sizes.size, 2 * sizes.heads
     weights = (
         *column("self_attn.in_proj_qkvz", h, made, False),
         *column("self_attn.in_proj_ba", h, rates, False),
     )
-    return (projections("linear_qkv", weights, h, made + rates, remade_by),)
+    return (projections("linear_qkv", weights, h, made + rates, recomputed_by),)
 
 
-def _kimi_projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
+def _kimi_projections(model: ModelConfig, recomputed_by: tuple[str, ...]) -> tuple[Operation, ...]:
     """The projections of queries, keys, values and rates; and those of decays and gates, in two
     steps."""
     h, sizes = model.hidden_size, model.states
@@ -227,19 +231,19 @@ def _kimi_projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[O
         *whole("self_attn.f_a_proj", h, low, False),
         *whole("self_attn.g_a_proj", h, low, False),
     )
-    up = partial(ColumnLinear, rerun_by=AGAIN, moved_by=QKV, inputs=low, remade_by=AGAIN)
+    up = partial(ColumnLinear, rerun_by=RERUN_BY, moved_by=QKV, inputs=low, recomputed_by=RERUN_BY)
     of_decays = column("self_attn.f_b_proj", low, decays, False)
     of_gates = column("self_attn.g_b_proj", low, sizes.size, False)
     return (
-        projections("linear_qkv", weights, h, sizes.mixed + heads, remade_by),
+        projections("linear_qkv", weights, h, sizes.mixed + heads, recomputed_by),
         LatentDown(
             "gates_down",
             down,
-            AGAIN,
+            RERUN_BY,
             QKV,
             inputs=h,
             norms=0,
-            remade_by=remade_by,
+            recomputed_by=recomputed_by,
             shared_input=True,
         ),
         up("decays_up", of_decays, outputs=decays, kept_whole_by=()),

@@ -174,7 +174,7 @@ def _adapters(operation: Operation, adapted: Sequence[Weight], model: ModelConfi
     elif isinstance(operation, SharedOut):
         again = "moe", "shared_experts"
     elif isinstance(operation, RowLinear):  # a recomputed block does not repeat its last one
-        again += operation.remade_by
+        again += operation.recomputed_by
     return Adapters(
         f"{operation.name}_lora",
         tuple(weights),

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from fivefold.config.model import ModelConfig
 from fivefold.description.linear_attention import (
-    AGAIN,
     CHUNK,
+    RERUN_BY,
     GatedHeads,
     Recurrence,
     filled,
@@ -51,8 +51,8 @@ class StateSpace(Recurrence):
         return max(running.element_bytes, 4) * max(walk, (sizes.taps + 5) * mixed)
 
 
-def mamba(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
-    """Mamba-2 without the norm and the sum around it; `remade_by`: recomputed modules that make
+def mamba(model: ModelConfig, recomputed_by: tuple[str, ...]) -> tuple[Operation, ...]:
+    """Mamba-2 without the norm and the sum around it; `recomputed_by`: recomputed modules that make
     its input again."""
     h, sizes = model.hidden_size, model.states
     heads, size, mixed = sizes.heads, sizes.size, sizes.mixed
@@ -66,10 +66,13 @@ def mamba(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ..
         *(Weight(f"self_attn.{name}", (heads,), split=0) for name in ("A_log", "dt_bias", "D")),
     )
     return (
-        projections("mamba_in", made, h, mixed + size + heads, remade_by),
-        StateSpace("state_space", of_heads, AGAIN, model=model),
+        projections("mamba_in", made, h, mixed + size + heads, recomputed_by),
+        StateSpace("state_space", of_heads, RERUN_BY, model=model),
         GatedHeads(
-            "gated_norm", (Weight("self_attn.norm.weight", (size,), split=0),), AGAIN, features=size
+            "gated_norm",
+            (Weight("self_attn.norm.weight", (size,), split=0),),
+            RERUN_BY,
+            features=size,
         ),
         projection_back(size, h),
     )

@@ -25,7 +25,7 @@ class Kept:
     Attributes:
         name: name of the item in the breakdown of activations.
         tensors: size of each tensor, bytes per token.
-        remade_by: recomputed modules (Megatron's names) that recompute it instead.
+        recomputed_by: recomputed modules (Megatron's names) that recompute it instead.
         moved_by: offloaded module that moves it to host memory; empty: the item's own name.
         stays: whether it is kept even if the whole layer is recomputed.
         held_by: item that counts it unless it is offloaded; offloaded alone, it is on both sides.
@@ -36,7 +36,7 @@ class Kept:
 
     name: str
     tensors: tuple[float, ...]
-    remade_by: tuple[str, ...] = ()
+    recomputed_by: tuple[str, ...] = ()
     moved_by: str = ""
     stays: bool = False
     held_by: str = ""
@@ -87,7 +87,7 @@ class Operation:
 
     def moved(self, running: Running) -> str:
         """`moved_by`, unless what would be moved is held to make queries, keys and values again."""
-        held = "mla_up_proj" in self.rerun_by and "mla_up_proj" in running.remade
+        held = "mla_up_proj" in self.rerun_by and "mla_up_proj" in running.recomputed
         return "" if held else self.moved_by
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
@@ -97,7 +97,7 @@ class Operation:
 
     def keeps_inputs(self, running: Running) -> bool:
         """Whether inputs are kept: for gradients of its weights, or to recompute its results."""
-        return not self.frozen or not {*self.rerun_by}.isdisjoint(running.remade)
+        return not self.frozen or not {*self.rerun_by}.isdisjoint(running.recomputed)
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """What it keeps only if it has weights to train: inputs of linear layers."""
@@ -132,7 +132,7 @@ class Norm(Operation):
         heads: (query heads, key heads) of the model, if queries and keys are normalised.
         together: whether all query heads of a token are, and all key heads, not each by itself.
         shared_input: whether another item already counts the input.
-        remade_by: recomputed modules that recompute the input.
+        recomputed_by: recomputed modules that recompute the input.
         inside: whether the modules that rerun it make its statistics again, too.
     """
 
@@ -140,7 +140,7 @@ class Norm(Operation):
     heads: tuple[int, int] | None = None
     together: bool = False
     shared_input: bool = False
-    remade_by: tuple[str, ...] = ()
+    recomputed_by: tuple[str, ...] = ()
     inside: bool = False
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
@@ -149,7 +149,7 @@ class Norm(Operation):
             return ()
         if self.heads is None:
             size = running.element_bytes * self.features / running.token_parts
-            return (Kept(self.name, (size,), self.remade_by),)
+            return (Kept(self.name, (size,), self.recomputed_by),)
         query, key = self.heads
         dim = self.features // (query + key)
         tensors = running.by_heads(query * dim), running.by_key_heads(key * dim, key)
@@ -186,7 +186,7 @@ class ColumnLinear(Operation):
         inputs: features of a token.
         outputs: output features of all its linears, over all ranks.
         shared_input: whether another item already counts the input.
-        remade_by: recomputed modules that recompute the input.
+        recomputed_by: recomputed modules that recompute the input.
         kept_whole_by: recomputed modules that keep or recompute the input itself, not a narrower
             copy.
     """
@@ -194,7 +194,7 @@ class ColumnLinear(Operation):
     inputs: int
     outputs: int
     shared_input: bool = False
-    remade_by: tuple[str, ...] = ()
+    recomputed_by: tuple[str, ...] = ()
     kept_whole_by: tuple[str, ...] = ("layernorm",)
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
@@ -203,7 +203,7 @@ class ColumnLinear(Operation):
             return ()
         size = running.input_size(*self.kept_whole_by) * self.inputs / running.token_parts
         scaled = (self.inputs,) if running.narrows(*self.kept_whole_by) else ()
-        return (Kept(self.name, (size,), self.remade_by, self.moved(running), scaled=scaled),)
+        return (Kept(self.name, (size,), self.recomputed_by, self.moved(running), scaled=scaled),)
 
     def gathered_narrow(self, running: Running) -> float:
         """See `Operation.gathered_narrow`."""
@@ -238,18 +238,18 @@ class RowLinear(Operation):
     Attributes:
         inputs: input features of a token, over all ranks.
         outputs: output features.
-        remade_by: recomputed modules that recompute the input.
+        recomputed_by: recomputed modules that recompute the input.
     """
 
     inputs: int
     outputs: int
-    remade_by: tuple[str, ...] = ()
+    recomputed_by: tuple[str, ...] = ()
 
     def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """Its input, in the dtype of the matrix multiplication."""
         features = self.inputs / running.tensor_parallel
         size, scaled = running.input_bytes * features, (features,) if running.narrows() else ()
-        return (Kept(self.name, (size,), self.remade_by, scaled=scaled),)
+        return (Kept(self.name, (size,), self.recomputed_by, scaled=scaled),)
 
     def deferred(self, running: Running) -> float:
         """The input, and the gradient of the output."""
@@ -310,7 +310,7 @@ class CoreAttention(Operation):
         )
         if running.keeps_latents:
             attended = attended[0], latent, 0.0
-        remade = ("a2a_overlap_attn", *(["mla_up_proj"] if self.from_latents else ()))
+        recomputed = ("a2a_overlap_attn", *(["mla_up_proj"] if self.from_latents else ()))
         again = ("core_attn", "a2a_overlap_attn")
         scores = Kept("attn_scores", (self._scores(running),), again, "core_attn")
         apart = self._keeps_output(running) or not running.fused_attention
@@ -329,7 +329,7 @@ class CoreAttention(Operation):
         twice = "".join(running.normed_twice[:1])
         normed = tuple(size for name, size in zip("qkv", attended, strict=True) if name in twice)
         beside = Kept("normed_heads", normed, again)
-        return Kept("core_attn", attended, remade), repeated, beside, scores, result
+        return Kept("core_attn", attended, recomputed), repeated, beside, scores, result
 
     def working(self, running: Running) -> float:
         """Bytes per token of the gradients of its result and of queries, keys and values."""
@@ -364,19 +364,19 @@ class Activation(Operation):
         features: inner features over all ranks; with experts, of one expert.
         widths: number of tensors of that width it reads, which it keeps.
         copies: experts per token; 0: no experts.
-        remade_by: recomputed modules that recompute its inputs.
+        recomputed_by: recomputed modules that recompute its inputs.
     """
 
     item: str = ""
     features: int
     widths: int
     copies: int = 0
-    remade_by: tuple[str, ...] = ()
+    recomputed_by: tuple[str, ...] = ()
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """Its inputs."""
         sizes = (self._size(running),) * self.widths
-        return (Kept(self.item, sizes, self.remade_by),) if self.item else ()
+        return (Kept(self.item, sizes, self.recomputed_by),) if self.item else ()
 
     def working(self, running: Running) -> float:
         """Bytes per token of the gradients of its result and of its inputs."""

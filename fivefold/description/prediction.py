@@ -7,7 +7,7 @@ from fivefold.description.running import Running, gradient_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictionInput(Operation):
+class MTPInput(Operation):
     """The start of a multi-token prediction layer: three norms and a projection 2h -> h.
 
     Attributes:

@@ -144,9 +144,9 @@ class Running:
         return self.exchanging[0] if len(self.exchanging) == 1 else 1
 
     @property
-    def remade(self) -> tuple[str, ...]:
+    def recomputed(self) -> tuple[str, ...]:
         """Modules (Megatron's names) that the backward recomputes."""
-        return self.memory.remade_modules
+        return self.memory.recomputed_modules
 
     def tiles(self, rerun_by: tuple[str, ...]) -> bool:
         """Whether an operation that these recomputed modules rerun runs in tiles of the tokens."""
@@ -187,8 +187,8 @@ class Running:
         return self.rows(experts) / self.expert_tensor_parallel
 
     def narrows(self, *unless: str) -> bool:
-        """Whether a linear layer keeps its input in 8 bits, if no module of `unless` is remade."""
-        return self.input_bytes < self.element_bytes and not {*unless} & {*self.remade}
+        """Whether a linear keeps its input in 8 bits: not if a module of `unless` is recomputed."""
+        return self.input_bytes < self.element_bytes and not {*unless} & {*self.recomputed}
 
     def input_size(self, *unless: str) -> float:
         """Bytes per element that it keeps of its input; arguments as in `narrows`."""

@@ -22,7 +22,7 @@ from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.description.layers import describe, describe_layer
 from fivefold.description.linear_attention import Recurrence
 from fivefold.description.operations import CoreAttention
-from fivefold.description.prediction import PredictionInput
+from fivefold.description.prediction import MTPInput
 from fivefold.description.sparse import index_flops_per_key
 from fivefold.description.weights import Weight, embedding_weights, head_weights
 
@@ -173,7 +173,7 @@ def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weight
         in_layer = layer_weights(model, layer)
         found |= {f"layers.{layer}.{name}": weight for name, weight in in_layer.items()}
     for depth in range(sets_of_predictions(model, parts)):
-        around = describe_layer(model, model.num_layers).one(PredictionInput)
+        around = describe_layer(model, model.num_layers).one(MTPInput)
         found |= {f"mtp.{depth}.{weight.name}": weight for weight in around.weights}
         for prefix, layer in prediction_prefixes(model, depth).items():
             in_layer = layer_weights(model, layer)

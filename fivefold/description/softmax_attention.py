@@ -68,14 +68,14 @@ def softmax_attention(model: ModelConfig, before: tuple[str, ...]) -> tuple[Oper
             row("self_attn.o_proj", model.attention_size, h, model.output_bias),
             inputs=model.attention_size,
             outputs=h,
-            remade_by=("a2a_overlap_attn",),
+            recomputed_by=("a2a_overlap_attn",),
         ),
     )
 
 
-def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operation, ...]:
-    """The query, key and value projections; `remade_by`: recomputed modules that recompute their
-    input."""
+def _projections(model: ModelConfig, recomputed_by: tuple[str, ...]) -> tuple[Operation, ...]:
+    """The query, key and value projections; `recomputed_by`: modules whose recomputation
+    recomputes their input."""
     h, bias = model.hidden_size, model.qkv_bias
     queries, keys = model.num_attention_heads, model.num_kv_heads
     weights = (
@@ -85,7 +85,9 @@ def _projections(model: ModelConfig, remade_by: tuple[str, ...]) -> tuple[Operat
     )
     outputs = model.query_outputs + model.k_size + model.value_outputs
     again = ("a2a_overlap_attn",)
-    qkv = ColumnLinear("qkv", weights, again, QKV, inputs=h, outputs=outputs, remade_by=remade_by)
+    qkv = ColumnLinear(
+        "qkv", weights, again, QKV, inputs=h, outputs=outputs, recomputed_by=recomputed_by
+    )
     bounded = () if model.clip_qkv is None else (_clamp(model),)
     if not model.qk_layernorm:
         return qkv, *bounded

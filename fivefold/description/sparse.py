@@ -8,7 +8,7 @@ from fivefold.description.pieces import of_all, of_chosen, pieces, queries_at_on
 from fivefold.description.running import Running, row_parts
 from fivefold.description.weights import Weight, whole
 
-AGAIN = ("a2a_overlap_attn",)
+RERUN_BY = ("a2a_overlap_attn",)
 """Recomputed modules that rerun an indexer."""
 
 
@@ -34,8 +34,8 @@ class Indexing(Operation):
         own = running.element_bytes * self.shape.dim / running.token_parts
         sizes = self.shape.size, self.shape.dim, self.shape.heads
         tensors = tuple(running.element_bytes * size for size in sizes)
-        given = Kept(self.name, tensors, AGAIN, "core_attn")
-        return (given,) if self.frozen else (Kept("indexer_key", (own,), AGAIN), given)
+        given = Kept(self.name, tensors, RERUN_BY, "core_attn")
+        return (given,) if self.frozen else (Kept("indexer_key", (own,), RERUN_BY), given)
 
     def deferred(self, running: Running) -> float:
         """Gradients of its outputs."""
@@ -154,4 +154,4 @@ def indexing(model: ModelConfig) -> Indexing:
     )
     norm = (Weight(f"{name}.k_norm.{kind}", (shape.dim,)) for kind in ("weight", "bias"))
     wide = (replace(weight, wide=True, passes_on=False) for weight in weights)
-    return Indexing("indexer", (*wide, *norm), AGAIN, shape=shape)
+    return Indexing("indexer", (*wide, *norm), RERUN_BY, shape=shape)

@@ -73,24 +73,24 @@ class DeepEPDispatch:
     ) -> Tensor:
         """[T, H] -> [T, H]."""
         ranks, room = self.kernels.ep.size(), choice.padded_ranks_to
-        journey = _Journey(self.kernels.buffer(x_TH), choice, ranks, self.meanwhile)
+        trip = _RoundTrip(self.kernels.buffer(x_TH), choice, ranks, self.meanwhile)
         first, second = beside or (None, None)
         wide = torch.promote_types(x_TH.dtype, torch.float32)  # fp32 for bf16
-        x, weights_RK = journey.there(x_TH, choice.weights_TK.to(wide), first)
-        experts_RK, here = journey.experts_RK, choice.num_experts // ranks
+        x, weights_RK = trip.there(x_TH, choice.weights_TK.to(wide), first)
+        experts_RK, here = trip.experts_RK, choice.num_experts // ranks
         total = None if room is None else ranks * room
         kept_RK = experts_RK >= 0
         experts_RK = experts_RK.masked_fill(~kept_RK, here)
         got = ExpertChoice(experts_RK, weights_RK, kept_RK, here, padded_ranks_to=total)
-        y = run_chosen(x, got, run, self.etp, journey.copies)
-        return journey.back(y, second)
+        y = run_chosen(x, got, run, self.etp, trip.copies)
+        return trip.back(y, second)
 
 
 Launched = tuple[tuple[Tensor, ...], Any]
 """Outputs of a launched kernel, and the event after which they may be read."""
 
 
-class _Journey:
+class _RoundTrip:
     """Dispatch and combine of one forward's tokens, and of their gradients.
 
     Attributes:
@@ -180,10 +180,10 @@ def _fly(
         kernel: kernel that sends them.
         beside: computation that runs during the transfer; None: nothing.
     """
-    started = _Launch.apply(kernel, *tensors)
+    started = _LaunchKernel.apply(kernel, *tensors)
     if beside is not None:
         beside()
-    landed: tuple[Tensor, ...] = _Arrive.apply(kernel, *started)
+    landed: tuple[Tensor, ...] = _WaitKernel.apply(kernel, *started)
     return landed
 
 
@@ -191,13 +191,15 @@ class _Kernel:
     """A kernel that sends tensors, and the one that sends their gradients.
 
     Args:
-        forth: launches the kernel of the forward.
-        home: launches the kernel of the backward.
+        forward_kernel: launches the kernel of the forward.
+        backward_kernel: launches the kernel of the backward.
         meanwhile: function called before waiting for either; None: nothing.
     """
 
-    def __init__(self, forth: Launch, home: Launch, meanwhile: Callable[[], None] | None) -> None:
-        self.forth, self.home = forth, home
+    def __init__(
+        self, forward_kernel: Launch, backward_kernel: Launch, meanwhile: Callable[[], None] | None
+    ) -> None:
+        self.forward_kernel, self.backward_kernel = forward_kernel, backward_kernel
         self._meanwhile = meanwhile
         self._launched: Launched | None = None
 
@@ -216,11 +218,11 @@ class _Kernel:
         return tensors
 
 
-class _Launch(torch.autograd.Function):
+class _LaunchKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: _Kernel, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.kernel = kernel
-        kernel.launch(kernel.forth, tensors)
+        kernel.launch(kernel.forward_kernel, tensors)
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
@@ -229,7 +231,7 @@ class _Launch(torch.autograd.Function):
         return None, *grads
 
 
-class _Arrive(torch.autograd.Function):
+class _WaitKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: _Kernel, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.kernel = kernel
@@ -237,7 +239,7 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.kernel.launch(ctx.kernel.home, grads)
+        return None, *ctx.kernel.launch(ctx.kernel.backward_kernel, grads)
 
 
 def _imported() -> ModuleType:

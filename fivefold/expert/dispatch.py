@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.expert.transfer import Flight, join, share
+from fivefold.expert.transfer import AsyncAllToAll, join, share
 from fivefold.mesh.collectives import all_gather, exchange_rows, group_size
 from fivefold.model.moe.layer import Beside, RunExperts, by_expert, by_expert_padded, by_part_padded
 from fivefold.model.moe.permutation import PlacedRows, Rows
@@ -47,16 +47,16 @@ class AllToAllDispatch(_RowDispatch):
     ) -> Tensor:
         """[T, H] -> [T, H]."""
         rows: Rows | PlacedRows
-        room = choice.padded_ranks_to
-        if room is not None:
-            rows, rows_E = by_part_padded(choice, group_size(self.ep), room)
-            there = _Way.with_room(rows_E, room, self.ep)
+        padded_size = choice.padded_ranks_to
+        if padded_size is not None:
+            rows, rows_E = by_part_padded(choice, group_size(self.ep), padded_size)
+            there = _RowExchange.padded_by_rank(rows_E, padded_size, self.ep)
         elif choice.padded_to is None:
             rows, rows_E = by_expert(choice)
-            there = _Way.of(rows_E, self.ep)
+            there = _RowExchange.of(rows_E, self.ep)
         else:
             rows, rows_E = by_expert_padded(choice, choice.padded_to)
-            there = _Way.padded(rows_E, choice.padded_to, self.ep)
+            there = _RowExchange.padded(rows_E, choice.padded_to, self.ep)
         there = replace(there, meanwhile=self.meanwhile)
         first, second = beside or (None, None)
         arrived = there.go(rows.take(choice.weights_TK), rows.spread(x_TH), beside=first)
@@ -77,15 +77,15 @@ class FlexDispatch(_RowDispatch):
         beside: tuple[Beside, Beside] | None = None,
     ) -> Tensor:
         """[T, H] -> [T, H]."""
-        ranks, room = group_size(self.ep), choice.padded_ranks_to
+        ranks, padded_size = group_size(self.ep), choice.padded_ranks_to
         rows: Rows | PlacedRows
-        if room is None:
+        if padded_size is None:
             rows, rows_P, experts_RK, weights_RK = _by_rank(choice, ranks)
-            there = _Way.of(rows_P, self.ep)
+            there = _RowExchange.of(rows_P, self.ep)
         else:
-            each = min(room, len(x_TH))
+            each = min(padded_size, len(x_TH))
             rows, rows_P, experts_RK, weights_RK = _by_rank_padded(choice, ranks, each)
-            there = _Way.padded(rows_P, each, self.ep)
+            there = _RowExchange.padded(rows_P, each, self.ep)
         there = replace(there, meanwhile=self.meanwhile)
         first, second = beside or (None, None)
         # Expert indices local to the receiving rank; its number of experts means none.
@@ -93,7 +93,7 @@ class FlexDispatch(_RowDispatch):
             experts_RK, weights_RK, rows.spread(x_TH), beside=first
         )
         here = choice.num_experts // ranks
-        total = None if room is None else ranks * room
+        total = None if padded_size is None else ranks * padded_size
         got = ExpertChoice(experts_RK, weights_RK, experts_RK < here, here, padded_ranks_to=total)
         return rows.collect(there.back(run_chosen(x, got, run, self.etp), second))
 
@@ -140,16 +140,17 @@ class GatherDispatch:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _RowExchange:
     """An exchange of rows sorted by rank with other ranks, in both directions.
 
     Attributes:
         group: ranks that take part; None: one rank.
         sent: number of rows for each rank.
         got: number of rows from each rank.
-        counts_Pe: number of rows from each rank by expert, or in total; without padding if `room`.
+        counts_Pe: number of rows from each rank by expert, or in total; without padding if
+            `padded_size`.
         even: whether all ranks get equally many rows, including padding.
-        room: number of rows from each rank including padding, if `counts_Pe` is without it;
+        padded_size: number of rows from each rank including padding, if `counts_Pe` is without it;
             None: `counts_Pe` counts all rows.
         meanwhile: function called before waiting for rows; None: nothing.
     """
@@ -159,32 +160,41 @@ class _Way:
     got: list[int]
     counts_Pe: Tensor
     even: bool = False
-    room: int | None = None
+    padded_size: int | None = None
     meanwhile: Callable[[], None] | None = None
 
     @classmethod
-    def padded(cls, rows_E: Tensor, each: int, group: dist.ProcessGroup | None) -> "_Way":
+    def padded(cls, rows_E: Tensor, each: int, group: dist.ProcessGroup | None) -> "_RowExchange":
         """An exchange of `each` rows for every expert, without communicating numbers of rows."""
         ranks = group_size(group)
         sizes = [each * len(rows_E) // ranks] * ranks
         return cls(group, sizes, sizes, rows_E.view(ranks, -1), even=True)
 
     @classmethod
-    def with_room(cls, rows_E: Tensor, room: int, group: dist.ProcessGroup | None) -> "_Way":
-        """An exchange of `room` rows with every rank, padded with zeros at the end.
+    def padded_by_rank(
+        cls, rows_E: Tensor, padded_size: int, group: dist.ProcessGroup | None
+    ) -> "_RowExchange":
+        """An exchange of `padded_size` rows with every rank, padded with zeros at the end.
 
         The ranks exchange the numbers of rows without padding; the host does not wait for them.
         """
-        sizes = [room] * group_size(group)
-        return cls(group, sizes, sizes, _told(rows_E, group)[1], even=True, room=room)
+        sizes = [padded_size] * group_size(group)
+        return cls(
+            group,
+            sizes,
+            sizes,
+            _exchange_counts(rows_E, group)[1],
+            even=True,
+            padded_size=padded_size,
+        )
 
     @classmethod
-    def of(cls, rows_E: Tensor, group: dist.ProcessGroup | None) -> "_Way":
+    def of(cls, rows_E: Tensor, group: dist.ProcessGroup | None) -> "_RowExchange":
         """An exchange of `rows_E` rows for each of E equal parts of the experts, or of the ranks.
 
         The ranks exchange these numbers, and the host waits for them.
         """
-        sent_Pe, got_Pe = _told(rows_E, group)
+        sent_Pe, got_Pe = _exchange_counts(rows_E, group)
         if group is None:
             whole = [int(rows_E.sum())]
             return cls(None, whole, whole, sent_Pe)
@@ -212,7 +222,7 @@ class _Way:
             return list(parts)
         # Wait for the last tensor first; in the backward, autograd's order does the same.
         waits = [None] * (len(parts) - 1) + [self.meanwhile]
-        flights = [Flight(sent, got, self.group, meanwhile) for meanwhile in waits]
+        flights = [AsyncAllToAll(sent, got, self.group, meanwhile) for meanwhile in waits]
         pairs = [(flight, flight.start(x)) for flight, x in zip(flights, parts, strict=True)]
         with ExitStack() as stack:
             for flight in flights:
@@ -226,7 +236,7 @@ def _nothing() -> None:
 
 
 def _run_split(
-    arrived: list[Tensor], there: _Way, run: RunExperts, etp: dist.ProcessGroup | None
+    arrived: list[Tensor], there: _RowExchange, run: RunExperts, etp: dist.ProcessGroup | None
 ) -> Tensor:
     """Run this rank's experts on rows from several ranks, each rank's rows sorted by expert.
 
@@ -238,16 +248,16 @@ def _run_split(
         etp: ranks that hold other parts of the same experts, and received other rows.
     """
     x, weights = arrived.pop(), arrived.pop()
-    counts_Pe, sizes, room = there.counts_Pe, [len(x)], there.room
+    counts_Pe, sizes, padded_size = there.counts_Pe, [len(x)], there.padded_size
     if etp is not None:
-        known = there.even and room is None
+        known = there.even and padded_size is None
         every = counts_Pe[None] if known else all_gather(counts_Pe[None].contiguous(), etp)
         counts_Pe = every.flatten(0, 1).repeat(etp.size() if known else 1, 1)
         sizes = sizes * etp.size() if there.even else every.sum((1, 2)).tolist()
         x, weights = join(x, sizes, etp), join(weights, sizes, etp)
     rows_e = counts_Pe.sum(0)
-    if room is not None:  # the last expert also runs the padding
-        zeros_P1 = room - counts_Pe.sum(1, keepdim=True)
+    if padded_size is not None:  # the last expert also runs the padding
+        zeros_P1 = padded_size - counts_Pe.sum(1, keepdim=True)
         counts_Pe = torch.cat([counts_Pe, zeros_P1], 1)
         rows_e = torch.cat([rows_e[:-1], rows_e[-1:] + zeros_P1.sum(0)])
     if len(counts_Pe) == 1:
@@ -261,7 +271,7 @@ def _run_split(
     return y if etp is None else share(y, sizes, etp)
 
 
-def _told(rows_E: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _exchange_counts(rows_E: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """[P, e] numbers of rows sent to each rank's experts, and received from each rank for those
     here."""
     sent_Pe = rows_E.view(group_size(group), -1)
@@ -280,19 +290,21 @@ def run_chosen(
     """Run every row through its experts on this rank, and sum their results in at least fp32.
 
     Args:
-        x: rows.
+        x: [R, H] rows.
         got: choices of the rows among this rank's experts.
         run: the experts, for rows sorted by expert.
         etp: ranks that hold other parts of the same experts, and received other rows.
         kept: number of choices that `got` keeps; None: the host waits for the number.
     """
     copies: Rows | PlacedRows
-    room = got.padded_ranks_to
-    if room is None:
+    padded_size = got.padded_ranks_to
+    if padded_size is None:
         copies, rows_e = by_expert(got, kept)
     else:
-        copies, rows_e = by_part_padded(got, 1, room)
-    here_only = _Way(None, [], [], rows_e[None], even=room is not None, room=room)
+        copies, rows_e = by_part_padded(got, 1, padded_size)
+    here_only = _RowExchange(
+        None, [], [], rows_e[None], even=padded_size is not None, padded_size=padded_size
+    )
     y = _run_split([copies.take(got.weights_TK), copies.spread(x)], here_only, run, etp)
     wide = torch.promote_types(y.dtype, torch.float32)
     return copies.collect(y.to(wide)).to(y.dtype)

@@ -12,7 +12,7 @@ from fivefold.mesh.groups import ExpertGroups
 from fivefold.mesh.slices import distributed
 from fivefold.model.moe.grouped import GroupedLinear
 from fivefold.model.moe.layer import Dispatcher, Experts
-from fivefold.model.moe.routing import Surroundings
+from fivefold.model.moe.routing import RouterGroups
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.grouped import GroupedMultiply
@@ -70,9 +70,9 @@ def _dispatcher(
     return (FlexDispatch if kind == "flex" else AllToAllDispatch)(groups.ep, groups.etp, meanwhile)
 
 
-def _surroundings(groups: ExpertGroups) -> Surroundings:
+def _surroundings(groups: ExpertGroups) -> RouterGroups:
     microbatch, stage = groups.microbatch, groups.stage
-    return Surroundings(
+    return RouterGroups(
         microbatch=lambda x: all_reduce(x, microbatch),
         batch=lambda x: all_reduce(x, stage),
         gather=lambda x: all_gather(x, microbatch),

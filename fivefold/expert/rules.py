@@ -85,7 +85,7 @@ def _check_shared(config: Config, mistakes: Mistakes) -> None:
             "moe_shared_expert_overlap and overlap_moe_expert_parallel_comm hide the same messages",
             works=[off, "--no-overlap-moe-expert-parallel-comm"],
         )
-    if "shared_experts" in memory.remade_modules:
+    if "shared_experts" in memory.recomputed_modules:
         mistakes.add(
             "moe_shared_expert_overlap runs shared experts in two halves, but recompute_modules "
             "shared_experts recomputes them as one",

@@ -20,7 +20,7 @@ from fivefold.mesh.collectives import (
 )
 
 
-class Flight:
+class AsyncAllToAll:
     """An asynchronous all-to-all: the p-th piece of the rows goes to rank p.
 
     Computation between `start` and `land` overlaps with it, and its backward overlaps with the
@@ -46,17 +46,20 @@ class Flight:
 
     def start(self, x: Tensor) -> Tensor:
         """Start sending [R, ...], in rank order; returns a value to pass to `land`."""
-        y: Tensor = _Start.apply(x, self)
+        y: Tensor = _StartAllToAll.apply(x, self)
         return y
 
     def land(self, x: Tensor) -> Tensor:
         """Wait, and return the rows that arrived, [sum(got), ...]."""
-        y: Tensor = _Land.apply(x, self)
+        y: Tensor = _WaitAllToAll.apply(x, self)
         return y
 
-    def begin(self, x: Tensor, *, home: bool) -> Tensor:
-        """Start sending rows, or with `home` gradients back; the buffer is valid after `wait`."""
-        sent, got = (self._got, self._sent) if home else (self._sent, self._got)
+    def begin(self, x: Tensor, *, backward: bool) -> Tensor:
+        """Start sending rows [R, ...], or with `backward` their gradients back.
+
+        Returns the receive buffer, which is valid after `wait`.
+        """
+        sent, got = (self._got, self._sent) if backward else (self._sent, self._got)
         out = x.new_empty(sum(got), *x.shape[1:])
         self._under_way = start_row_exchange(x, out, sent, got, self._group), out
         return out
@@ -83,11 +86,11 @@ class Flight:
         return out
 
 
-class _Start(torch.autograd.Function):
+class _StartAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: AsyncAllToAll) -> Tensor:
         ctx.flight = flight
-        flight.begin(x, home=False)
+        flight.begin(x, backward=False)
         return x.view_as(x)
 
     @staticmethod
@@ -96,15 +99,15 @@ class _Start(torch.autograd.Function):
         return grad, None
 
 
-class _Land(torch.autograd.Function):
+class _WaitAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, flight: AsyncAllToAll) -> Tensor:
         ctx.flight = flight
         return flight.wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.flight.begin(grad, home=True), None
+        return ctx.flight.begin(grad, backward=True), None
 
 
 def join(x: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -115,17 +118,17 @@ def join(x: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         rows: number of rows of each rank.
         group: ranks that contribute, in order.
     """
-    y: Tensor = _Join.apply(x, list(rows), group)
+    y: Tensor = _JoinPieces.apply(x, list(rows), group)
     return y
 
 
 def share(x: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter to uneven parts, [sum(rows), ...] -> [R, ...]; the inverse of `join`."""
-    y: Tensor = _Share.apply(x, list(rows), group)
+    y: Tensor = _SharePieces.apply(x, list(rows), group)
     return y
 
 
-class _Join(torch.autograd.Function):
+class _JoinPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.rest = rows, group
@@ -136,7 +139,7 @@ class _Join(torch.autograd.Function):
         return _shared(grad, *ctx.rest), None, None
 
 
-class _Share(torch.autograd.Function):
+class _SharePieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.rest = rows, group

@@ -191,7 +191,7 @@ class Sampler:
         return cls(config, stage.to(chosen.kind), tokenizer, bounds)
 
     @property
-    def speaks(self) -> bool:
+    def prints(self) -> bool:
         """Whether this rank shows the text that all ranks write."""
         return self._group is None or self._group.rank() == 0
 
@@ -205,7 +205,7 @@ class Sampler:
             return hear()
         store = dist.PrefixStore(self._group.group_name, dist.distributed_c10d._get_default_store())
         key = f"heard {next(self._turns)}"
-        if self.speaks:
+        if self.prints:
             store.set(key, json.dumps(hear()))
         while not store.check([key]):
             time.sleep(BETWEEN_LOOKS)
@@ -249,7 +249,7 @@ class Sampler:
         """The next token of each row, which the first rank draws; each rank waits for its device
         once."""
         drawn = [0] * len(draws)
-        if self.speaks:
+        if self.prints:
             drawn = [how.draw(*each) for each in zip(logits_BV.cpu(), draws, strict=True)]
         return integers_from_first(drawn, self._group, logits_BV.device)
 

@@ -9,9 +9,9 @@ from fivefold.config.sources import to_toml
 from fivefold.errors import ConfigError, Mistake
 
 STOP_SECONDS = 600
-"""Between a warning and the end of a job: a step, an evaluation and a checkpoint must fit."""
+"""Seconds from a job's warning to its end; a step, an evaluation and a checkpoint must fit."""
 END_SECONDS = 15
-"""Of these, for what started the ranks to end, too."""
+"""Part of `STOP_SECONDS` in which the process that started the ranks ends."""
 
 
 @dataclass(frozen=True)

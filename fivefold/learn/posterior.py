@@ -133,7 +133,7 @@ def _inverse(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class _Fit:
-    """What is predicted of some runs as the constants move."""
+    """Predictions of the observed runs as a function of the machine's constants."""
 
     def __init__(self, cluster: Cluster, observations: Sequence[Observation]) -> None:
         self._cluster = cluster

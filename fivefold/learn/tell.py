@@ -22,8 +22,10 @@ def runs_table(known: Posterior) -> Iterator[str]:
     """The runs: measured step times, and predictions before and after fitting."""
     rows: list[tuple[str, ...]] = [("run", "measured", "predicted", "off", "now", "off", "layout")]
     for run, *predicted in _before_and_now(known):
-        told = ((human_seconds(each), percent(each / run.seconds - 1)) for each in predicted)
-        rows.append((run.name, human_seconds(run.seconds), *chain(*told), summary(run.layout)))
+        differences = ((human_seconds(each), percent(each / run.seconds - 1)) for each in predicted)
+        rows.append(
+            (run.name, human_seconds(run.seconds), *chain(*differences), summary(run.layout))
+        )
     yield from table(rows, right=range(1, 6))
     runs = known.observations
     yield (

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-Mark = torch.cuda.Event | None
+CopyEvent = torch.cuda.Event | None
 """Event at the end of a copy; None if the copy has already ended."""
 
 
@@ -22,79 +22,82 @@ class HostLink:
 
     Attributes:
         device: device of the tensors.
-        out_bytes: bytes copied to the host so far.
-        back_bytes: bytes copied to the device so far.
+        to_host_bytes: bytes copied to the host so far.
+        to_device_bytes: bytes copied to the device so far.
         seconds: seconds of copies that the host itself made so far, and so waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.out_bytes = self.back_bytes = 0
+        self.to_host_bytes = self.to_device_bytes = 0
         self.seconds = 0.0
 
-    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel] buffer of host memory that is kept for the run; on CUDA pinned in place.
 
-        torch's own pinned allocator rounds up to powers of two, which may double a large room.
+        torch's own pinned allocator rounds up to powers of two, which may double a large buffer.
         """
-        room = torch.empty(numel, dtype=dtype)
-        if self._outward is not None and numel:
-            driver, address = torch.cuda.cudart(), room.data_ptr()
-            torch.cuda.check_error(driver.cudaHostRegister(address, room.nbytes, 0))
-            weakref.finalize(room.untyped_storage(), driver.cudaHostUnregister, address)
-        return room
+        buffer = torch.empty(numel, dtype=dtype)
+        if self._to_host_stream is not None and numel:
+            driver, address = torch.cuda.cudart(), buffer.data_ptr()
+            torch.cuda.check_error(driver.cudaHostRegister(address, buffer.nbytes, 0))
+            weakref.finalize(buffer.untyped_storage(), driver.cudaHostUnregister, address)
+        return buffer
 
-    def out(self, tensor: Tensor, onto: Tensor | None = None) -> tuple[Tensor, Mark]:
-        """Start copying a device tensor to the host: onto new memory, or a tensor in a `room`.
+    def to_host(self, tensor: Tensor, onto: Tensor | None = None) -> tuple[Tensor, CopyEvent]:
+        """Start copying a device tensor to the host: onto new memory, or a tensor in a `buffer`.
 
         The caller may drop the tensor at once: its memory is reused only after the copy.
         """
-        pinned = self._outward is not None
+        pinned = self._to_host_stream is not None
         if onto is None:
             onto = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        mark = self._copy(self._outward, tensor, onto)
-        self.out_bytes += tensor.nbytes
-        if self._outward is not None:
-            tensor.record_stream(self._outward)
-        return onto, mark
+        event = self._copy(self._to_host_stream, tensor, onto)
+        self.to_host_bytes += tensor.nbytes
+        if self._to_host_stream is not None:
+            tensor.record_stream(self._to_host_stream)
+        return onto, event
 
-    def back(self, host: Tensor, onto: Tensor, after: Mark = None, *, visits: bool = False) -> Mark:
+    def to_device(
+        self, host: Tensor, onto: Tensor, after: CopyEvent = None, *, short_lived: bool = False
+    ) -> CopyEvent:
         """Start copying host tensor `host` to device tensor `onto`, once `after` has passed.
 
-        `visits`: whether `onto` is dropped before the stream that made it has waited for the copy.
+        `short_lived`: whether `onto` is dropped before the stream that allocated it has waited for
+        the copy.
         """
         if after is not None:
-            assert self._homeward is not None
-            self._homeward.wait_event(after)
-        self.back_bytes += onto.nbytes
-        mark = self._copy(self._homeward, host, onto)
-        if visits and self._homeward is not None:
-            onto.record_stream(self._homeward)
-        return mark
+            assert self._to_device_stream is not None
+            self._to_device_stream.wait_event(after)
+        self.to_device_bytes += onto.nbytes
+        event = self._copy(self._to_device_stream, host, onto)
+        if short_lived and self._to_device_stream is not None:
+            onto.record_stream(self._to_device_stream)
+        return event
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, event: CopyEvent) -> None:
         """Make later work on the device wait for the end of a copy."""
-        if mark is not None:
-            torch.cuda.current_stream(self.device).wait_event(mark)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     @staticmethod
-    def arrive(mark: Mark) -> None:
+    def synchronize(event: CopyEvent) -> None:
         """Wait on the host for the end of a copy."""
-        if mark is not None:
-            mark.synchronize()
+        if event is not None:
+            event.synchronize()
 
     @cached_property
-    def _outward(self) -> torch.cuda.Stream | None:
+    def _to_host_stream(self) -> torch.cuda.Stream | None:
         return self._stream()
 
     @cached_property
-    def _homeward(self) -> torch.cuda.Stream | None:
+    def _to_device_stream(self) -> torch.cuda.Stream | None:
         return self._stream()
 
     def _stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    def _copy(self, stream: torch.cuda.Stream | None, source: Tensor, target: Tensor) -> Mark:
+    def _copy(self, stream: torch.cuda.Stream | None, source: Tensor, target: Tensor) -> CopyEvent:
         """Copy after all work issued so far."""
         if stream is None:
             began = time.perf_counter()

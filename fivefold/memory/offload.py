@@ -17,7 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.host import HostLink
-from fivefold.memory.recompute import Discarded, RecomputedBlock, RecomputedLayers, second_again
+from fivefold.memory.recompute import (
+    Discarded,
+    RecomputedBlock,
+    RecomputedLayers,
+    recomputed_second,
+)
 from fivefold.model.attention.latent import LatentAttention, plain_up
 from fivefold.model.layer import Norm, NormedBlock
 from fivefold.model.layers import LayerBlock
@@ -62,7 +67,7 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
             for linear in experts.into:
                 linear.multiply = host.moving(linear.multiply)
         if "moe_act" in modules:
-            experts.second = _MovingSecond(host, discards=experts.second is second_again)
+            experts.second = _MovingSecond(host, discards=experts.second is recomputed_second)
         if "dispatched_input" in tensors:
             mixture.call_routed = host.moving(mixture.call_routed, _rows)
 
@@ -247,7 +252,7 @@ class _Copy:
         self._link, self._size = host.link, len(flat)
         goes = ceil(host.share * len(flat))
         self._rest = flat[goes:].clone()
-        self._kept, self._mark = host.link.out(flat[:goes])
+        self._kept, self._event = host.link.to_host(flat[:goes])
         self._fetched: Tensor | None = None
 
     def fetch(self) -> None:
@@ -257,13 +262,13 @@ class _Copy:
             self._fetched[len(self._kept) :] = self._rest
             self._rest = self._rest[:0].clone()  # frees it
             onto = self._fetched[: len(self._kept)]
-            self._mark = self._link.back(self._kept, onto, after=self._mark)
+            self._event = self._link.to_device(self._kept, onto, after=self._event)
 
     def take(self) -> Tensor:
         """The flat tensor on the device."""
         self.fetch()
         assert self._fetched is not None
-        self._link.wait(self._mark)
+        self._link.wait(self._event)
         return self._fetched
 
 

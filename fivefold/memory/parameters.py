@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fivefold.config.memory import WEIGHT_ROOMS
-from fivefold.data_parallel.away import AwayShards
-from fivefold.memory.host import HostLink, Mark
+from fivefold.config.memory import NUM_WEIGHT_BUFFERS
+from fivefold.data_parallel.offloaded_shards import OffloadedShards
+from fivefold.memory.host import CopyEvent, HostLink
 from fivefold.memory.mapped import MappedTensors
 from fivefold.mesh.slices import local_tensor
 
@@ -40,7 +40,7 @@ class OffloadedParameters:
 
     def __init__(
         self,
-        blocks: Sequence[AwayShards],
+        blocks: Sequence[OffloadedShards],
         parameters: Mapping[str, nn.Parameter],
         device: torch.device,
         path: str | None,
@@ -52,17 +52,17 @@ class OffloadedParameters:
         self._blocks = {block: _BlockWeights(block, shapes, link, folder) for block in blocks}
         self._of = {name: held for held in self._blocks.values() for name in held.weights}
         largest = max((held.nbytes for held in self._blocks.values()), default=0)
-        self._rooms = [
-            link.room(largest if folder is not None else 0, torch.uint8)
-            for _ in range(WEIGHT_ROOMS)
+        self._buffers = [
+            link.buffer(largest if folder is not None else 0, torch.uint8)
+            for _ in range(NUM_WEIGHT_BUFFERS)
         ]
-        self._marks: list[Mark] = [None] * WEIGHT_ROOMS
+        self._events: list[CopyEvent] = [None] * NUM_WEIGHT_BUFFERS
         self._reader = ThreadPoolExecutor(1, "weights")
-        self._order: list[AwayShards] = []
+        self._order: list[OffloadedShards] = []
         self._at = self._turn = 0
         self._ahead = deque[tuple[int, Future[float]]]()  # buffer, and the seconds of its read
         for block in blocks:
-            block.keep_at(partial(self._bring, block), link.wait)
+            block.keep_at(partial(self._fetch, block), link.wait)
 
     def __contains__(self, name: str) -> bool:
         return name in self._of
@@ -73,7 +73,7 @@ class OffloadedParameters:
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything in host memory: weights, or buffers for weights that come from files."""
-        yield from self._rooms
+        yield from self._buffers
         yield from (held.flat for held in self._blocks.values() if held.mapped is None)
 
     def disk_bytes(self) -> int:
@@ -96,29 +96,29 @@ class OffloadedParameters:
         self._drop()
         self._of[name].write(name, elements, weight)
 
-    def follow(self, order: Iterable[AwayShards]) -> None:
+    def follow(self, order: Iterable[OffloadedShards]) -> None:
         """Set the order in which blocks will be gathered; reading ahead starts now."""
         self._drop()
         self._order, self._at = list(order), 0
         self._read_ahead()
 
-    def _bring(self, block: AwayShards, onto: Tensor) -> Mark:
+    def _fetch(self, block: OffloadedShards, onto: Tensor) -> CopyEvent:
         """Start copying a block to the device."""
         held = self._blocks[block]
         if [block] != self._order[self._at : self._at + 1]:
-            self._turn_to(block)
+            self._skip_to(block)
         self._at += 1
         if held.mapped is None:
-            return self.link.back(held.flat, onto, visits=True)
+            return self.link.to_device(held.flat, onto, short_lived=True)
         (number, seconds), began = self._ahead.popleft(), time.perf_counter()
         self._reading += seconds.result()
         self._waited += time.perf_counter() - began
-        room = self._rooms[number][: held.nbytes].view(block.dtype)
-        mark = self._marks[number] = self.link.back(room, onto, visits=True)
+        buffer = self._buffers[number][: held.nbytes].view(block.dtype)
+        event = self._events[number] = self.link.to_device(buffer, onto, short_lived=True)
         self._read_ahead()
-        return mark
+        return event
 
-    def _turn_to(self, block: AwayShards) -> None:
+    def _skip_to(self, block: OffloadedShards) -> None:
         """Continue from a block that was not expected next."""
         self._drop()
         if block in self._order[self._at :]:
@@ -128,17 +128,17 @@ class OffloadedParameters:
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        for block in self._order[self._at + len(self._ahead) : self._at + WEIGHT_ROOMS]:
+        for block in self._order[self._at + len(self._ahead) : self._at + NUM_WEIGHT_BUFFERS]:
             if (held := self._blocks[block]).mapped is not None:
-                room, self._turn = self._turn, (self._turn + 1) % WEIGHT_ROOMS
-                seconds = self._reader.submit(self._read, held, room, self._marks[room])
-                self._ahead.append((room, seconds))
+                buffer, self._turn = self._turn, (self._turn + 1) % NUM_WEIGHT_BUFFERS
+                seconds = self._reader.submit(self._read, held, buffer, self._events[buffer])
+                self._ahead.append((buffer, seconds))
 
-    def _read(self, held: "_BlockWeights", room: int, mark: Mark) -> float:
+    def _read(self, held: "_BlockWeights", buffer: int, event: CopyEvent) -> float:
         """Read a block into a free buffer; returns the seconds that it took."""
-        self.link.arrive(mark)
+        self.link.synchronize(event)
         began = time.perf_counter()
-        held.read(self._rooms[room])
+        held.read(self._buffers[buffer])
         return time.perf_counter() - began
 
     def _drop(self) -> None:
@@ -159,7 +159,7 @@ class _BlockWeights:
 
     def __init__(
         self,
-        block: AwayShards,
+        block: OffloadedShards,
         shapes: Mapping[str, torch.Size],
         link: HostLink,
         folder: Path | None,
@@ -168,7 +168,7 @@ class _BlockWeights:
         self._whole = self._name, slice(0, numel)
         self.mapped: MappedTensors | None = None
         if folder is None:
-            self.flat = link.room(numel, block.dtype).zero_()
+            self.flat = link.buffer(numel, block.dtype).zero_()
         else:
             like = torch.empty(numel, dtype=block.dtype, device="meta")
             self.mapped = MappedTensors({self._name: like}, folder, "param_offload_path", "weights")
@@ -194,7 +194,7 @@ class _BlockWeights:
             if self.mapped is not None:
                 self.mapped.seal([self._whole])
 
-    def read(self, room: Tensor) -> None:
+    def read(self, buffer: Tensor) -> None:
         """Read the file into a buffer of bytes."""
         assert self.mapped is not None
-        self.mapped.read(self._whole, room[: self.nbytes], self._name)
+        self.mapped.read(self._whole, buffer[: self.nbytes], self._name)

@@ -47,7 +47,7 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
             _install_block(layer, (), tiles)
         return
     for place, layer in placed_layers(stage):
-        if modules := memory.of_layer(place).remade_modules:
+        if modules := memory.of_layer(place).recomputed_modules:
             _install_modules(layer, modules, tiles)
 
 
@@ -63,7 +63,7 @@ def _install_modules(
     if not isinstance(layer.mlp, MoE) or "moe" in modules:
         return
     if "moe_act" in modules:
-        layer.mlp.experts.second = second_again
+        layer.mlp.experts.second = recomputed_second
     if "routed_experts" in modules:
         layer.mlp.call_routed = _again
     if "shared_experts" in modules:
@@ -198,7 +198,7 @@ class Discarded:
             return packed()
 
 
-def second_again(
+def recomputed_second(
     experts: Experts, inner: Sequence[Tensor], weights_R: Tensor | None, rows_E: Tensor
 ) -> Tensor:
     """The `second` seam: discards the activation's output."""

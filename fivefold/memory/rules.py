@@ -28,7 +28,7 @@ def _check_latents(config: Config, mistakes: Mistakes) -> None:
             "dsa reads, too, which keeps it on the device",
             works=["--offload-modules core_attn"],
         )
-    if "mla_up_proj" not in memory.remade_modules:
+    if "mla_up_proj" not in memory.recomputed_modules:
         return
     others = " ".join(module for module in memory.recompute_modules if module != "mla_up_proj")
     without = f"--recompute-modules {others}" if others else "--recompute-granularity none"
@@ -76,7 +76,7 @@ def _check_recompute(config: Config, mistakes: Mistakes) -> None:
             f"num_sequence_slices = {slices}",
             works=["--recompute-granularity selective", "--num-sequence-slices 1"],
         )
-    if "layernorm" in memory.remade_modules and "qkv_linear" in memory.moved_items:
+    if "layernorm" in memory.recomputed_modules and "qkv_linear" in memory.moved_items:
         mistakes.add(
             "the input of qkv_linear cannot be offloaded, because recompute_modules layernorm "
             "discards it",
@@ -94,7 +94,7 @@ def _check_norms(config: Config, mistakes: Mistakes) -> None:
     if config.model.norms_before:
         return
     none = f"norm_placement {config.model.norm_placement} has no norms before attention and MLP"
-    if "layernorm" in memory.remade_modules:
+    if "layernorm" in memory.recomputed_modules:
         others = [module for module in memory.recompute_modules if module != "layernorm"]
         without = f"--recompute-modules {' '.join(others or ['core_attn'])}"
         mistakes.add(f"{none}, whose outputs recompute_modules layernorm discards", works=[without])
@@ -162,7 +162,7 @@ def _check_compile(config: Config, mistakes: Mistakes) -> None:
     memory, hooks, others = config.memory, set[str](), []
     if memory.recompute_granularity == "selective":
         inside = "mlp moe layernorm mla_up_proj a2a_overlap_attn a2a_overlap_post_attn"
-        hooks |= {*inside.split()}.intersection(memory.remade_modules)
+        hooks |= {*inside.split()}.intersection(memory.recomputed_modules)
         others += ["--recompute-modules core_attn"] if hooks else []
     if memory.fine_grained_activation_offloading:
         within = {"attn_norm", "mlp_norm", "qkv_linear"}.intersection(memory.offload_modules)

@@ -23,9 +23,9 @@ from fivefold.model.context import Context
 from fivefold.model.dropout import LayerDropout
 from fivefold.model.leaves import local
 from fivefold.model.mlp import MLP
-from fivefold.tensor.alone import ColumnAlone
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.linear import ColumnParallel, RowParallel
+from fivefold.tensor.one_rank import LocalColumn
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def never_defer(mlp: MLP) -> None:
     """Keep an MLP's weight gradients in its backward: deferring would keep what a tile discards."""
     for seam in ("column", "row", "whole"):
         held = getattr(mlp, seam)
-        if isinstance(held, ColumnAlone | ColumnParallel | RowParallel):
+        if isinstance(held, LocalColumn | ColumnParallel | RowParallel):
             setattr(mlp, seam, replace(held, deferred=DeferredWeights()))
 
 

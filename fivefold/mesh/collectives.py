@@ -54,9 +54,9 @@ def from_first(own: T, group: dist.ProcessGroup | None) -> T:
     """The object of the first rank of a group, on every rank."""
     if group is None:
         return own
-    told = [own]
-    dist.broadcast_object_list(told, group=group, group_src=0)
-    return told[0]
+    gathered = [own]
+    dist.broadcast_object_list(gathered, group=group, group_src=0)
+    return gathered[0]
 
 
 def integers_from_first(
@@ -68,9 +68,9 @@ def integers_from_first(
     """
     if group is None:
         return list(own)
-    told = without_waiting(torch.tensor(own, dtype=torch.int64), device)
-    dist.broadcast(told, group=group, group_src=0)
-    return list(own) if group.rank() == 0 else told.tolist()
+    gathered = without_waiting(torch.tensor(own, dtype=torch.int64), device)
+    dist.broadcast(gathered, group=group, group_src=0)
+    return list(own) if group.rank() == 0 else gathered.tolist()
 
 
 def start_all_reduce(

@@ -12,7 +12,7 @@ _LOOP = "gloo_tcp_loop"
 _NICEST = 19
 
 
-def loops_give_way() -> None:
+def lower_loop_priority() -> None:
     """Make threads in which gloo waits for messages yield to threads that compute.
 
     Such a thread tries to lock a connection and, if another thread is sending there, polls again at

@@ -60,7 +60,11 @@ class Grid:
         return self.edp // gcd(self.edp, self.dp_replicate)
 
     def size(self, axis: str) -> int:
-        """Number of ranks along one axis of either mesh."""
+        """Number of ranks along one axis of either mesh.
+
+        Raises:
+            KeyError: there is no such axis.
+        """
         if axis not in ATTENTION_AXES + EXPERT_AXES:
             raise KeyError(axis)
         return int(getattr(self, axis))

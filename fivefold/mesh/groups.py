@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.mesh.device import REHEARSED_GPUS
-from fivefold.mesh.gloo_loops import loops_give_way
+from fivefold.mesh.gloo_loops import lower_loop_priority
 from fivefold.mesh.grid import EXPERT_AXES, Grid
 from fivefold.mesh.nodes import NodeSizes, parts_of
 from fivefold.mesh.shared_gpu import SHARED_GPU
@@ -243,7 +243,7 @@ def build_groups(
         if expert_shards is None
         else _expert_groups(grid, rank, device_type, expert_shards, made, nodes[1], holders),
     )
-    loops_give_way()
+    lower_loop_priority()
     return groups
 
 

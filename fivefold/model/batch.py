@@ -75,10 +75,10 @@ class Batch:
         token_ids: [B, L] int64 index of the token in the whole run; keys dropout masks.
         loss_weights: [B, S] float weight of each token's loss; None: all 1.
         step: optimizer step; keys dropout masks.
-        further_tokens: [D, B, S] int64 token 1 .. D places further on, for multi-token prediction
+        mtp_tokens: [D, B, S] int64 token 1 .. D places further on, for multi-token prediction
             (`model.prediction`); None without it.
-        further_labels: [D, B, S] int64 token to predict at each depth; -100 is ignored.
-        further_weights: [D, B, S] float weights of these losses; None: all 1.
+        mtp_labels: [D, B, S] int64 token to predict at each depth; -100 is ignored.
+        mtp_weights: [D, B, S] float weights of these losses; None: all 1.
         part: which of the [B, L] tokens these are, if tokens are split over ranks. Packed rows are
             then laid end to end as one row: B is 1 and S is this rank's part of it.
     """
@@ -90,16 +90,16 @@ class Batch:
     token_ids: Tensor
     loss_weights: Tensor | None = None
     step: int = 0
-    further_tokens: Tensor | None = None
-    further_labels: Tensor | None = None
-    further_weights: Tensor | None = None
+    mtp_tokens: Tensor | None = None
+    mtp_labels: Tensor | None = None
+    mtp_weights: Tensor | None = None
     part: MicrobatchShare | None = None
     _chunks: dict[int, Documents] = field(default_factory=dict, init=False, repr=False)
 
     @property
-    def num_further(self) -> int:
+    def mtp_depth(self) -> int:
         """D: how many tokens beyond the next one are predicted."""
-        return 0 if self.further_tokens is None else len(self.further_tokens)
+        return 0 if self.mtp_tokens is None else len(self.mtp_tokens)
 
     @property
     def own_token_ids(self) -> Tensor:
@@ -169,9 +169,9 @@ class Batch:
             labels=taken(self.labels, part),
             positions=taken(self.positions, part),
             loss_weights=None if weights is None else taken(weights, part),
-            further_tokens=of_each(self.further_tokens),
-            further_labels=of_each(self.further_labels),
-            further_weights=of_each(self.further_weights),
+            mtp_tokens=of_each(self.mtp_tokens),
+            mtp_labels=of_each(self.mtp_labels),
+            mtp_weights=of_each(self.mtp_weights),
             part=part,
         )
 
@@ -184,7 +184,7 @@ class Batch:
         """Consecutive sequence slices of equal length."""
         if num_slices == 1:
             return (self,)
-        assert self.num_further == 0, "slices share keys and values only"
+        assert self.mtp_depth == 0, "slices share keys and values only"
         length = self.tokens.shape[1] // num_slices
         return tuple(
             self._slice(end - length, end) for end in range(length, num_slices * length + 1, length)

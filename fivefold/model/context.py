@@ -15,7 +15,7 @@ from fivefold.model.sequence_slices import KeysAndValues
 from fivefold.model.shards import MicrobatchShare
 
 
-class Noted:
+class BackwardLosses:
     """Losses that layers compute in their backwards.
 
     Not a list, because FSDP2 would give modules a copy of one.
@@ -74,7 +74,7 @@ class Context:
     documents: DocumentChunks | None = None
     temperature: Tensor | None = None
     shift: int = 0
-    noted: Noted = field(default_factory=Noted)
+    noted: BackwardLosses = field(default_factory=BackwardLosses)
 
     def again(self, run: int, layers: int) -> "Context":
         """The context for another run of this many layers with the same weights, after `run`

@@ -22,7 +22,7 @@ from fivefold.model.layers import Column, Linear, plain_column
 from fivefold.model.norms import make_norm
 
 
-class LayersInTurn(nn.ModuleList):
+class MTPLayers(nn.ModuleList):
     """The layers of one prediction depth of a hybrid model; each has one mixer."""
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
@@ -32,7 +32,7 @@ class LayersInTurn(nn.ModuleList):
         return x_TH
 
 
-class FurtherToken(nn.Module):
+class MTPModule(nn.Module):
     """One depth: norms both inputs, projects them to one state, then a layer and a norm.
 
     One such module runs all depths in turn if they share weights (`mtp_use_repeated_layer`), so
@@ -86,7 +86,7 @@ class FurtherToken(nn.Module):
         return made_TH
 
 
-def with_further(batch: Batch, depths: int) -> Batch:
+def with_mtp_tokens(batch: Batch, depths: int) -> Batch:
     """A whole batch with the shifted tokens, labels and weights of multi-token prediction.
 
     Past the end of a document or row, a token gets an ignored label and an arbitrary token. That
@@ -114,9 +114,9 @@ def with_further(batch: Batch, depths: int) -> Batch:
     weights = batch.loss_weights
     return replace(
         batch,
-        further_tokens=of_all(batch.tokens, 0),
-        further_labels=of_all(batch.labels, IGNORED),
-        further_weights=None if weights is None else of_all(weights, 0),
+        mtp_tokens=of_all(batch.tokens, 0),
+        mtp_labels=of_all(batch.labels, IGNORED),
+        mtp_weights=None if weights is None else of_all(weights, 0),
     )
 
 
@@ -124,9 +124,9 @@ def targets(batch: Batch) -> Iterator[tuple[Tensor, Tensor | None]]:
     """(labels [T], loss weights [T] or None) of each depth, that of the next token first."""
     weights = batch.loss_weights
     yield batch.labels.flatten(), None if weights is None else weights.flatten()
-    if batch.further_labels is not None:
-        for depth, labels_BS in enumerate(batch.further_labels):
-            weights = batch.further_weights
+    if batch.mtp_labels is not None:
+        for depth, labels_BS in enumerate(batch.mtp_labels):
+            weights = batch.mtp_weights
             yield labels_BS.flatten(), None if weights is None else weights[depth].flatten()
 
 

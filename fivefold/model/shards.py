@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fivefold.config.reach import Reach
-from fivefold.model.attention.blocks import Block, Sight, Span, common, cut, joined
+from fivefold.model.attention.blocks import Block, DocumentMask, Span, common, cut, joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,30 +14,30 @@ class Shards:
 
     Attributes:
         rows: number of rows, all split alike. Packed rows count as one, laid end to end.
-        sight: which keys the queries of a row see.
+        mask: which keys the queries of a row see.
         chunks: for each rank, the spans of a row that it holds, ascending.
     """
 
     rows: int
-    sight: Sight
+    mask: DocumentMask
     chunks: tuple[tuple[Span, ...], ...]
     _known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def blocks(self, rank: int, keys: tuple[Span, ...]) -> tuple[Block, ...]:
         """The blocks of a rank's queries and the keys at `keys`; cached for all layers."""
-        return self._once(("blocks", rank, keys), lambda: cut(self.chunks[rank], keys, self.sight))
+        return self._once(("blocks", rank, keys), lambda: cut(self.chunks[rank], keys, self.mask))
 
     def sent(self, source: int, target: int) -> tuple[Span, ...]:
         """The spans of rank `source`'s keys that rank `target` needs, ascending."""
-        seen = self._once(("seen", target), lambda: self.sight.seen(self.chunks[target]))
+        seen = self._once(("seen", target), lambda: self.mask.seen(self.chunks[target]))
         return self._once(("sent", source, target), lambda: common(self.chunks[source], seen))
 
     def seeing(self, reach: Reach) -> "Shards":
         """The same split of whole documents, for a layer with another attention window."""
-        sight = Sight.of(self.sight.starts, reach)
-        if sight == self.sight:
+        mask = DocumentMask.of(self.mask.starts, reach)
+        if mask == self.mask:
             return self
-        return self._once(("seeing", reach), lambda: Shards(self.rows, sight, self.chunks))
+        return self._once(("seeing", reach), lambda: Shards(self.rows, mask, self.chunks))
 
     def merged(self, inner: int) -> "Shards":
         """The split over groups of `inner` consecutive ranks, each group as one rank."""
@@ -46,7 +46,7 @@ class Shards:
             starts = range(0, len(self.chunks), inner)
             groups = [self.chunks[start : start + inner] for start in starts]
             chunks = tuple(joined(span for own in group for span in own) for group in groups)
-            return Shards(self.rows, self.sight, chunks)
+            return Shards(self.rows, self.mask, chunks)
 
         return self._once(("merged", inner), merge)
 

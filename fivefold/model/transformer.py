@@ -28,7 +28,7 @@ from fivefold.description.shape import (
 from fivefold.model.attention.indexer import Indexer
 from fivefold.model.batch import Batch
 from fivefold.model.caps import capped
-from fivefold.model.context import Context, Noted
+from fivefold.model.context import BackwardLosses, Context
 from fivefold.model.dropout import Dropout
 from fivefold.model.layer import TransformerLayer
 from fivefold.model.layers import Column, Embedding, LayerBlock, Linear, plain_column
@@ -37,7 +37,7 @@ from fivefold.model.loss import LossRule, cross_entropy
 from fivefold.model.moe.layer import MoE
 from fivefold.model.moe.routing import Decisions, Router
 from fivefold.model.norms import LayerNorm, RMSNorm, make_norm
-from fivefold.model.prediction import FurtherToken, LayersInTurn, objective, targets
+from fivefold.model.prediction import MTPLayers, MTPModule, objective, targets
 from fivefold.model.rope import Rotary, temperature
 from fivefold.model.sequence_slices import KeysAndValues
 
@@ -105,7 +105,7 @@ class Stage(nn.Module):
         self.lm_head = Linear(hidden, vocab, model.lm_head_bias) if parts.head else None
         sets = range(sets_of_predictions(model, parts))
         further = (_layers_of(model, each, experts) for each in sets)
-        self.mtp = nn.ModuleDict({str(d): FurtherToken(model, x) for d, x in enumerate(further)})
+        self.mtp = nn.ModuleDict({str(d): MTPModule(model, x) for d, x in enumerate(further)})
         self.mtp_embed_tokens = tokens() if parts.mtp and not parts.embedding else None
         self.model, self.parts = model, parts
         self.jitters = experts.moe_input_jitter_eps is not None
@@ -117,7 +117,7 @@ class Stage(nn.Module):
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
         self.fuses_rope, self.fuses_dropout, self.z_sums = False, False, list[Tensor]()
-        self.noted = Noted()
+        self.noted = BackwardLosses()
         self.rotary = Rotary(model, rotations(model, parts), self.settings.seq_length)
 
     @property
@@ -125,7 +125,7 @@ class Stage(nn.Module):
         """All its layers in execution order; those of multi-token prediction come last."""
         layers: list[Any] = [*self.layers.values()]
         for each in self.predictions:
-            layers += each.layer if isinstance(each.layer, LayersInTurn) else [each.layer]
+            layers += each.layer if isinstance(each.layer, MTPLayers) else [each.layer]
         return layers
 
     @property
@@ -134,7 +134,7 @@ class Stage(nn.Module):
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     @property
-    def predictions(self) -> list[FurtherToken]:
+    def predictions(self) -> list[MTPModule]:
         """Its multi-token prediction modules, in order of depth."""
         modules: list[Any] = [*self.mtp.values()]
         return modules
@@ -227,16 +227,16 @@ class Stage(nn.Module):
     def _states(self, x_TH: Tensor, context: Context, batch: Batch) -> list[Tensor]:
         """Hidden states [T, H] after the final norm: of the model, then of each depth."""
         if self.norm is None:
-            return list(x_TH.chunk(1 + batch.num_further)) if self.parts.head else [x_TH]
+            return list(x_TH.chunk(1 + batch.mtp_depth)) if self.parts.head else [x_TH]
         states = [self.norm(x_TH)]
-        if batch.further_tokens is not None:
+        if batch.mtp_tokens is not None:
             (table,), rate = self.embeddings, self.model.embedded_dropout
             depths = iter(range(self.parts.mtp))
             for predict in self.predictions:
                 runs = islice(depths, self.parts.mtp // len(self.predictions))
                 embedded = []
                 for depth in runs:
-                    next_TH = table(batch.further_tokens[depth].flatten())
+                    next_TH = table(batch.mtp_tokens[depth].flatten())
                     site = f"mtp.{depth}.embedding"
                     embedded.append(_dropped_at(site, next_TH, context.dropout, rate))
                 through = self.through
@@ -285,7 +285,7 @@ def _layers_of(model: ModelConfig, depth: int, experts: ExpertsConfig) -> nn.Mod
     """What a multi-token prediction module runs between its projection and its norm."""
     numbers = prediction_prefixes(model, depth).values()
     layers = [TransformerLayer(model, number, experts) for number in numbers]
-    return layers[0] if model.mtp_hybrid_override_pattern is None else LayersInTurn(layers)
+    return layers[0] if model.mtp_hybrid_override_pattern is None else MTPLayers(layers)
 
 
 def _context(

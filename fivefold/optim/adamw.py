@@ -48,7 +48,7 @@ class AdamW:
             on their way, in the order of the updates; empty: all parameters together.
         places: name -> where a parameter's part is in the whole model; needed where moments
             have fewer bits than parameters, which are then rounded stochastically, or gradients.
-        rooms: zeros in which moments are kept, by their names in `state_tensors`; for others, and
+        storage: zeros in which moments are kept, by their names in `state_tensors`; for others, and
             if there are none, memory is taken.
     """
 
@@ -58,9 +58,9 @@ class AdamW:
         config: OptimizerConfig,
         blocks: Sequence[Block] = (),
         places: Mapping[str, NamedElements] | None = None,
-        rooms: Mapping[str, Tensor] | None = None,
+        storage: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._places, rooms = places or {}, rooms or {}
+        self._places, storage = places or {}, storage or {}
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._leaves = {name: local_tensor(p) for name, p in self._parameters.items()}
         narrow = {n for n, leaf in self._leaves.items() if leaf.itemsize == 2}
@@ -73,8 +73,8 @@ class AdamW:
         self._state: dict[str, dict[str, Tensor]] = {
             name: {"step": torch.zeros((), dtype=torch.float32, device=leaf.device)}
             | {
-                state: rooms[room]
-                if (room := state_name(state, name)) in rooms
+                state: storage[stored]
+                if (stored := state_name(state, name)) in storage
                 else torch.zeros_like(like, device=leaf.device)
                 for state, like in self._moments(name, leaf, config).items()
             }

@@ -30,11 +30,11 @@ def build_optimizer(model: ParallelModel, device: torch.device, scaler: LossScal
         name: NamedElements(seed, model.records[name].stored, tuple(piece.shape), piece.slices)
         for name, piece in ((name, piece_of(p)) for name, p in parameters.items())
     }
-    away = {name: p for name, p in parameters.items() if name in model.on_host}
+    offloaded = {name: p for name, p in parameters.items() if name in model.on_host}
     folder = config.memory.optimizer_offload_path
     host = HostAdamW(
-        away,
-        {name: model.records[name].counted for name in away},
+        offloaded,
+        {name: model.records[name].counted for name in offloaded},
         config.optimizer,
         policy.master_dtype,
         policy.gradient_dtype,
@@ -45,12 +45,12 @@ def build_optimizer(model: ParallelModel, device: torch.device, scaler: LossScal
         on_device=config.memory.offload_optimizer_states,
     )
     for index, gradients in model.gradients.items():
-        if away or policy.gradient_dtype != policy.master_dtype:
+        if offloaded or policy.gradient_dtype != policy.master_dtype:
             gradients.set_gradient_type()
-        if away and isinstance(gradients, ShardedStage):
+        if offloaded and isinstance(gradients, ShardedStage):
             for name, _ in model.stages[index].named_parameters():
-                if name in away:
-                    host.leave_when_reduced(name, whole=len(model.records[name].sums) == 1)
+                if name in offloaded:
+                    host.offload_when_reduced(name, whole=len(model.records[name].sums) == 1)
     return Optimizer(parameters, _on_device(model, places), host, scaler)
 
 

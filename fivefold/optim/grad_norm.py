@@ -17,7 +17,7 @@ _PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Departed:
+class NormTerm:
     """Contribution to the norm of a gradient that has been copied off the device.
 
     Attributes:
@@ -29,7 +29,7 @@ class Departed:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, grad: Tensor, *, counts: bool) -> "Departed":
+    def of(cls, grad: Tensor, *, counts: bool) -> "NormTerm":
         """Measure a gradient before it leaves."""
         if not counts:
             return cls(zero_if_finite([grad], grad.device).reshape(1))
@@ -38,7 +38,7 @@ class Departed:
 
 @torch.no_grad()
 def global_grad_norm(
-    grads: Sequence[tuple[Tensor | Departed, bool]],
+    grads: Sequence[tuple[Tensor | NormTerm, bool]],
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
     *,
@@ -66,7 +66,7 @@ def global_grad_norm(
         there = [grad for grad in uncounted if isinstance(grad, Tensor)]
         total += zero_if_finite([*there, *vouches], total.device)
         for grad in uncounted:
-            if isinstance(grad, Departed):
+            if isinstance(grad, NormTerm):
                 total += grad.term[0]
     if group is not None:
         dist.all_reduce(total, group=group)
@@ -94,15 +94,15 @@ def zero_if_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _terms(
-    grads: Sequence[tuple[Tensor | Departed, bool]],
-) -> tuple[list[Tensor], list[Tensor | Departed]]:
+    grads: Sequence[tuple[Tensor | NormTerm, bool]],
+) -> tuple[list[Tensor], list[Tensor | NormTerm]]:
     """The terms of the sum of squares in order, and the gradients that this rank does not count."""
-    local = [(g if isinstance(g, Departed) else local_tensor(g), counts) for g, counts in grads]
+    local = [(g if isinstance(g, NormTerm) else local_tensor(g), counts) for g, counts in grads]
     full = [g for g, counts in local if counts and isinstance(g, Tensor) and g.numel()]
     squares = iter(_squares(full) if full else [])
     terms = []
     for grad, counts in local:
-        if counts and isinstance(grad, Departed):
+        if counts and isinstance(grad, NormTerm):
             terms.append(grad.term)
         elif counts and isinstance(grad, Tensor) and grad.numel():
             terms.append(next(squares))

@@ -17,7 +17,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 @dataclass(frozen=True)
 class ScaleState:
-    """The part of a checkpoint for an adaptive loss scale.
+    """The part of a checkpoint for a dynamic loss scale.
 
     Attributes:
         scale: the factor of the next step.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.config.training import OptimizerConfig
-from fivefold.counts.matrices import Matrix, MatrixDeal
+from fivefold.counts.matrices import Matrix, MatrixAssignment
 from fivefold.mesh.collectives import start_row_exchange
 from fivefold.optim.adamw import DECAYS, OF_ENDS, AdamW, Block
 from fivefold.optim.rounding import MOMENTS, NamedElements
@@ -90,7 +90,7 @@ class Holders:
     ) -> None:
         self._matrices, self._group = matrices, group
         self._like, self._returned = like, returned
-        self._deal = MatrixDeal.of(matrices, ranks)
+        self._assignment = MatrixAssignment.of(matrices, ranks)
         self._rank = 0 if group is None else group.rank()
 
     def each_whole(
@@ -109,19 +109,19 @@ class Holders:
         for matrix in self._matrices:
             if not matrix.is_split and matrix.size(self._rank):
                 take(matrix, function(part_of(matrix.name)))
-        for dealt in self._deal.rounds:
-            self._round(dealt, part_of, function, take)
+        for assigned in self._assignment.rounds:
+            self._round(assigned, part_of, function, take)
 
     def _round(
         self,
-        dealt: Sequence[tuple[Matrix, int]],
+        assigned: Sequence[tuple[Matrix, int]],
         part_of: Callable[[str], Tensor],
         function: Callable[[Tensor], Tensor],
         take: Callable[[Matrix, Tensor], None],
     ) -> None:
-        ranks, here = range(self._deal.ranks), self._rank
+        ranks, here = range(self._assignment.ranks), self._rank
         of: list[list[Matrix]] = [[] for _ in ranks]
-        for matrix, owner in dealt:
+        for matrix, owner in assigned:
             of[owner].append(matrix)
         whole = self._put_together(of, part_of)
         done = {m.name: function(whole.pop(m.name)) for m in of[here]}

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.config.training import OptimizerConfig
-from fivefold.memory.host import HostLink, Mark
+from fivefold.memory.host import CopyEvent, HostLink
 from fivefold.memory.parameters import OffloadedParameters
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
 from fivefold.optim.adamw import STATES, AdamW, moments_like, state_name, state_piece
-from fivefold.optim.grad_norm import Departed, clip_
+from fivefold.optim.grad_norm import NormTerm, clip_
 from fivefold.optim.offload_buckets import GRADIENT, Bucket, BucketPart, Lines
-from fivefold.optim.offload_rooms import UpdateRooms
-from fivefold.optim.offload_state import OffloadedState, Visit
+from fivefold.optim.offload_buffers import UpdateBuffers
+from fivefold.optim.offload_state import BucketState, OffloadedState
 from fivefold.optim.rounding import MASTER, NamedElements
 from fivefold.optim.schedule import StepRates
 
-_Left = Callable[[Bucket], Mark]
+_Arrival = Callable[[Bucket], CopyEvent]
 _Update = Callable[[Bucket, Lines], None]
 
 
@@ -75,14 +75,14 @@ class HostAdamW:
         shapes = {n: tuple(local_tensor(parameters[n]).shape) for n in reversed([*parameters])}
         likes = partial(_like, config, dtype, gradient_dtype)
         self.state = OffloadedState(shapes, likes, link, folder, copied=on_device)
-        self._rooms = UpdateRooms(self.state, link) if on_device and shapes else None
-        here = self.state if self._rooms is None else self._rooms
+        self._buffers = UpdateBuffers(self.state, link) if on_device and shapes else None
+        here = self.state if self._buffers is None else self._buffers
         self._updates = [
             _BucketUpdate(bucket, here.lines_of(bucket), config, places or {})
             for bucket in self.state.buckets
         ]
         self._weights = _Weights(parameters, self.state, link, weights)
-        self._left: dict[str, tuple[Departed, Mark]] = {}
+        self._offloaded: dict[str, tuple[NormTerm, CopyEvent]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters
@@ -94,26 +94,26 @@ class HostAdamW:
         if self.weights is not None:
             yield from self.weights.tensors()
 
-    def rooms(self) -> Iterator[Tensor]:
+    def update_buffers(self) -> Iterator[Tensor]:
         """The buffers on the device in which buckets are updated."""
-        if self._rooms is not None:
-            yield from self._rooms.tensors()
+        if self._buffers is not None:
+            yield from self._buffers.tensors()
 
     def disk_bytes(self) -> int:
         """Bytes of masters, moments and weights in files."""
         return self.state.disk_bytes() + (0 if self.weights is None else self.weights.disk_bytes())
 
-    def leave_when_reduced(self, name: str, *, whole: bool) -> None:
+    def offload_when_reduced(self, name: str, *, whole: bool) -> None:
         """Make FSDP2 hand over the gradient of a parameter whenever it has reduced it.
 
         One that is not `whole` yet stays for further sums, in memory of its own: it is a part of
         the message of a block, which would stay with it.
         """
-        hook = (lambda _: self.leave(name)) if whole else _stay
+        hook = (lambda _: self.offload(name)) if whole else _own_memory
         self._parameters[name].register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
-    def leave(self, name: str) -> None:
+    def offload(self, name: str) -> None:
         """Start copying a reduced gradient to the host, added to earlier ones of this step.
 
         The host's sum is fetched for that: a device adds faster than hosts.
@@ -122,26 +122,26 @@ class HostAdamW:
         assert parameter.grad is not None
         grad, link = local_tensor(parameter.grad), self.link
         parameter.grad = None
-        if name in self._left:
+        if name in self._offloaded:
             earlier = torch.empty_like(grad)
-            link.wait(link.back(host, earlier, after=self._left[name][1]))
+            link.wait(link.to_device(host, earlier, after=self._offloaded[name][1]))
             grad.add_(earlier)
-            del self._left[name]  # what leaves last is last
-        departed = Departed.of(grad, counts=self._counted[name])
-        self._left[name] = departed, link.out(grad, host)[1]
+            del self._offloaded[name]  # what leaves last is last
+        norm_term = NormTerm.of(grad, counts=self._counted[name])
+        self._offloaded[name] = norm_term, link.to_host(grad, host)[1]
 
-    def leave_all(self) -> None:
+    def offload_gradients(self) -> None:
         """Copy the gradients that no hook has copied; afterwards no gradient is on the device."""
         for name in reversed([n for n, p in self._parameters.items() if p.grad is not None]):
-            self.leave(name)
+            self.offload(name)
 
-    def departed(self, name: str) -> Departed:
+    def norm_term(self, name: str) -> NormTerm:
         """A gradient's contribution to the norm."""
-        return self._left[name][0]
+        return self._offloaded[name][0]
 
     def gradient(self, name: str) -> Tensor:
         """This rank's part of a gradient that has been copied to the host."""
-        self.link.arrive(self._left[name][1])
+        self.link.synchronize(self._offloaded[name][1])
         return self.state.gradient(name)
 
     def step(self, rates: StepRates, norm: float, loss_scale: float | None) -> None:
@@ -152,12 +152,12 @@ class HostAdamW:
             norm: global norm of all gradients, of a loss without scale.
             loss_scale: as for `clip_`.
         """
-        order = {name: place for place, name in enumerate(self._left)}
+        order = {name: place for place, name in enumerate(self._offloaded)}
 
-        def left(bucket: Bucket) -> Mark:
+        def arrived(bucket: Bucket) -> CopyEvent:
             """When the last of its gradients has arrived."""
             last = max((part.name for part in bucket.parts), key=order.__getitem__)
-            return self._left[last][1]
+            return self._offloaded[last][1]
 
         def update(bucket: Bucket, lines: Lines) -> None:
             gradients = [part.of(GRADIENT, lines) for part in bucket.parts]
@@ -166,51 +166,51 @@ class HostAdamW:
             clip_(gradients, whole, self._clip, loss_scale=loss_scale)
             self._updates[bucket.number].step(rates)
 
-        if self._rooms is None:
-            self._step_on_host(left, update)
+        if self._buffers is None:
+            self._step_on_host(arrived, update)
         else:
-            self._step_on_device(self._rooms, left, update)
-        self._left = {}
+            self._step_on_device(self._buffers, arrived, update)
+        self._offloaded = {}
 
-    def _step_on_host(self, left: _Left, update: _Update) -> None:
-        on_the_way: list[Mark] = []
-        for visit in self.state.visits():
-            self.link.arrive(left(visit.bucket))
-            update(visit.bucket, visit.lines)
-            on_the_way += self._weights.send(visit.bucket, visit.lines)
-            visit.end(None)
-        for mark in on_the_way:
-            self.link.wait(mark)
+    def _step_on_host(self, arrived: _Arrival, update: _Update) -> None:
+        on_the_way: list[CopyEvent] = []
+        for each in self.state.bucket_states():
+            self.link.synchronize(arrived(each.bucket))
+            update(each.bucket, each.lines)
+            on_the_way += self._weights.send(each.bucket, each.lines)
+            each.end(None)
+        for event in on_the_way:
+            self.link.wait(event)
 
-    def _step_on_device(self, rooms: UpdateRooms, left: _Left, update: _Update) -> None:
-        before: tuple[Visit, Mark] | None = None
-        on_the_way: list[tuple[BucketPart, Tensor, Mark]] = []
-        for visit in chain(self.state.visits(), [None]):
-            coming = None if visit is None else (visit, rooms.bring(visit, left(visit.bucket)))
+    def _step_on_device(self, buffers: UpdateBuffers, arrived: _Arrival, update: _Update) -> None:
+        before: tuple[BucketState, CopyEvent] | None = None
+        on_the_way: list[tuple[BucketPart, Tensor, CopyEvent]] = []
+        for each in chain(self.state.bucket_states(), [None]):
+            coming = None if each is None else (each, buffers.fetch(each, arrived(each.bucket)))
             if before is not None:
-                ready, mark = before
-                self.link.wait(mark)
-                lines = rooms.lines_of(ready.bucket)
+                ready, event = before
+                self.link.wait(event)
+                lines = buffers.lines_of(ready.bucket)
                 update(ready.bucket, lines)
                 on_the_way += self._weights.replace(ready.bucket, lines)
-                ready.end(rooms.give_back(ready))
+                ready.end(buffers.write_back(ready))
             before = coming
-        rooms.settle()
-        for part, weight, mark in on_the_way:
-            self.link.arrive(mark)
+        buffers.synchronize()
+        for part, weight, event in on_the_way:
+            self.link.synchronize(event)
             assert self.weights is not None
             self.weights.write(part.name, part.elements, weight)
 
     def publish(self, names: Container[str]) -> None:
         """Copy masters to the device, after those of some names were initialised or changed."""
         for bucket in self.state.having(names):
-            for mark in self._weights.send(bucket, self.state.held(bucket)):
-                self.link.wait(mark)
+            for event in self._weights.send(bucket, self.state.held(bucket)):
+                self.link.wait(event)
             self.state.seal(bucket)
 
     def forget(self) -> None:
         """Drop the copied gradients."""
-        self._left = {}
+        self._offloaded = {}
 
     def set_steps(self, steps: int) -> None:
         """Set the number of steps taken, after a load."""
@@ -234,7 +234,7 @@ class HostAdamW:
         }
 
 
-def _stay(parameter: Tensor) -> None:
+def _own_memory(parameter: Tensor) -> None:
     """Copy a gradient that is a part of a larger tensor into memory of its own."""
     grad = parameter.grad
     assert grad is not None
@@ -257,9 +257,9 @@ class _Weights:
 
     Args:
         parameters: parameters by global name.
-        state: has room on the host for all gradients, through which weights pass.
+        state: has host buffers for all gradients, through which weights pass.
         link: copies to and from the host.
-        away: weights that are not on the device; None: all are.
+        offloaded: weights that are not on the device; None: all are.
     """
 
     def __init__(
@@ -267,39 +267,41 @@ class _Weights:
         parameters: Mapping[str, nn.Parameter],
         state: OffloadedState,
         link: HostLink,
-        away: OffloadedParameters | None,
+        offloaded: OffloadedParameters | None,
     ) -> None:
         self._parameters, self._state, self._link = parameters, state, link
-        self._away = away
+        self._offloaded_weights = offloaded
 
     @torch.no_grad()
-    def send(self, bucket: Bucket, lines: Lines) -> Iterator[Mark]:
+    def send(self, bucket: Bucket, lines: Lines) -> Iterator[CopyEvent]:
         """Start copying masters to the device, in its type; gradients are overwritten.
 
         Weights that are not on the device are replaced where they are.
         """
         for part in bucket.parts:
             master = part.of(MASTER, lines).view(-1)
-            if self._away is not None and part.name in self._away:
-                self._away.write(part.name, part.elements, master)
+            if self._offloaded_weights is not None and part.name in self._offloaded_weights:
+                self._offloaded_weights.write(part.name, part.elements, master)
                 continue
             weight = self._weight(part)
             waiting = self._waiting(part, weight.dtype)
-            yield self._link.back(waiting.copy_(master), weight)
+            yield self._link.to_device(waiting.copy_(master), weight)
 
     @torch.no_grad()
-    def replace(self, bucket: Bucket, lines: Lines) -> Iterator[tuple[BucketPart, Tensor, Mark]]:
+    def replace(
+        self, bucket: Bucket, lines: Lines
+    ) -> Iterator[tuple[BucketPart, Tensor, CopyEvent]]:
         """Set weights from masters on the device; overwrites gradients.
 
-        Those that are not there start for the host: they arrive in the room of their gradients.
+        Those that are not there start for the host: they arrive in the buffers of their gradients.
         """
         for part in bucket.parts:
             master, dtype = part.of(MASTER, lines).view(-1), self._parameters[part.name].dtype
-            if self._away is None or part.name not in self._away:
+            if self._offloaded_weights is None or part.name not in self._offloaded_weights:
                 self._weight(part).copy_(master)
                 continue
-            leaving = _beginning(part.of(GRADIENT, lines), dtype).copy_(master)
-            yield part, *self._link.out(leaving, self._waiting(part, dtype))
+            narrow = _beginning(part.of(GRADIENT, lines), dtype).copy_(master)
+            yield part, *self._link.to_host(narrow, self._waiting(part, dtype))
 
     def _waiting(self, part: BucketPart, dtype: torch.dtype) -> Tensor:
         """Host memory for weights that wait to be copied: that of their gradients."""
@@ -310,9 +312,9 @@ class _Weights:
         return local_tensor(self._parameters[part.name]).view(-1)[part.elements]
 
 
-def _beginning(room: Tensor, dtype: torch.dtype) -> Tensor:
+def _beginning(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     """The same number of elements of a narrower dtype, at the start of contiguous memory."""
-    return room.view(-1).view(dtype)[: room.numel()]
+    return buffer.view(-1).view(dtype)[: buffer.numel()]
 
 
 class _BucketUpdate:
@@ -337,7 +339,7 @@ class _BucketUpdate:
             if state in STATES
         }
         within = {p.name: p.place(places[p.name]) for p in bucket.parts if p.name in places}
-        self.adamw = AdamW(masters, config, places=within, rooms=moments)
+        self.adamw = AdamW(masters, config, places=within, storage=moments)
         self._pairs = [(masters[p.name], p.of(GRADIENT, lines)) for p in bucket.parts]
 
     def step(self, rates: StepRates) -> None:

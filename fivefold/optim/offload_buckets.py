@@ -1,7 +1,7 @@
 """Which optimizer state off the device is updated together.
 
 All elements of a rank's parameters form a line, of which each bucket is a section, whatever the
-shapes: so the rooms through which buckets pass are small, however large an embedding is.
+shapes: so the buffers through which buckets pass are small, however large an embedding is.
 """
 
 from collections import Counter
@@ -88,9 +88,9 @@ class Bucket:
         """The bucket's sections of lines that hold all buckets."""
         return {line: lines[line][section] for line, section in self.sections.items()}
 
-    def in_room(self, room: Lines) -> Lines:
+    def in_buffer(self, buffer: Lines) -> Lines:
         """The bucket's sections of a buffer into which any bucket fits."""
-        return {line: room[line][: s.stop - s.start] for line, s in self.sections.items()}
+        return {line: buffer[line][: s.stop - s.start] for line, s in self.sections.items()}
 
 
 def in_buckets(shapes: Mapping[str, tuple[int, ...]], limit: int, likes: Likes) -> list[Bucket]:

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.config.memory import room_for, update_rooms
-from fivefold.memory.host import HostLink, Mark
+from fivefold.config.memory import buffer_size, update_buffers
+from fivefold.memory.host import CopyEvent, HostLink
 from fivefold.memory.mapped import MappedTensors
 from fivefold.optim.offload_buckets import (
     GRADIENT,
@@ -28,7 +28,7 @@ from fivefold.optim.offload_buckets import (
 
 
 @dataclass(frozen=True)
-class Visit:
+class BucketState:
     """The state of a bucket in host memory.
 
     Attributes:
@@ -40,7 +40,7 @@ class Visit:
 
     bucket: Bucket
     lines: Lines
-    end: Callable[[Mark], None]
+    end: Callable[[CopyEvent], None]
 
 
 class OffloadedState:
@@ -56,8 +56,8 @@ class OffloadedState:
 
     Attributes:
         buckets: the buckets, in the order of updates.
-        rooms: how many rooms there are through which buckets pass.
-        gradients: room for all gradients, one after the other.
+        num_buffers: number of buffers through which buckets pass.
+        gradients: buffer for all gradients, one after the other.
         waited_seconds: seconds for which the host waited until a bucket was read.
     """
 
@@ -73,10 +73,10 @@ class OffloadedState:
         self._link, ends = link, Counter[Line]()
         self._places = {name: append_places(ends, likes(shape)) for name, shape in shapes.items()}
         total = sum(map(prod, shapes.values()))
-        self.rooms, each = update_rooms(total)
+        self.num_buffers, each = update_buffers(total)
         self.buckets = in_buckets(shapes, each, likes)
         self._capacities = {
-            line: room_for(
+            line: buffer_size(
                 each,
                 [
                     (prod(shapes[name]), place.within.stop - place.within.start)
@@ -89,24 +89,26 @@ class OffloadedState:
         }
         dtype = likes((0,))[GRADIENT].dtype
         self._gradients = GRADIENT, dtype
-        self.gradients = link.room(total, dtype)
+        self.gradients = link.buffer(total, dtype)
         self._file: MappedTensors | None = None
-        self._visiting: list[Lines] = []
+        self._file_buffers: list[Lines] = []
         kept = {line: size for line, size in ends.items() if line != self._gradients}
-        make = link.room if copied else _memory
+        make = link.buffer if copied else _memory
         if folder is None:
             self._lines: Lines = {line: make(n, line[1]).zero_() for line, n in kept.items()}
         else:
             like = {line: torch.empty(n, dtype=line[1], device="meta") for line, n in kept.items()}
             self._file = MappedTensors(like, folder)
             self._lines = self._file.tensors
-            self._visiting = [self.room(make) for _ in range(self.rooms if total else 0)]
+            self._file_buffers = [
+                self.buffer(make) for _ in range(self.num_buffers if total else 0)
+            ]
         self._reader, self._writer = (ThreadPoolExecutor(1, f"state-{i}") for i in range(2))
         self._writes: dict[int, Future[None]] = {}
         self._read_seconds = self._written_seconds = 0.0
         self.waited_seconds = 0.0
 
-    def room(
+    def buffer(
         self, make: Callable[[int, torch.dtype], Tensor], *, gradients: bool = False
     ) -> dict[Line, Tensor]:
         """Size of the buffer for the masters and moments of any bucket, and for its gradients if
@@ -122,7 +124,7 @@ class OffloadedState:
     def tensors(self) -> Iterator[Tensor]:
         """Everything in host memory."""
         yield self.gradients
-        for lines in self._visiting if self._file is not None else [self._lines]:
+        for lines in self._file_buffers if self._file is not None else [self._lines]:
             yield from lines.values()
 
     def disk_bytes(self) -> int:
@@ -135,11 +137,11 @@ class OffloadedState:
 
     def kept(self, name: str) -> dict[str, Tensor]:
         """The master of a parameter, its moments and their scales, where they are stored."""
-        self.settle()
+        self.synchronize()
         places = self._places[name].items()
         return {state: place.of(self._lines) for state, place in places if state != GRADIENT}
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all is written."""
         while self._writes:
             self._writes.popitem()[1].result()
@@ -149,7 +151,7 @@ class OffloadedState:
         held = self.held(bucket)
         if self._file is None:
             return held
-        return bucket.in_room({**held, **self._visiting[bucket.number % self.rooms]})
+        return bucket.in_buffer({**held, **self._file_buffers[bucket.number % self.num_buffers]})
 
     def held(self, bucket: Bucket) -> Lines:
         """A bucket where it is stored."""
@@ -166,10 +168,12 @@ class OffloadedState:
         if self._file is not None:
             self._file.seal(_on_disk(bucket))
 
-    def visits(self) -> Iterator[Visit]:
+    def bucket_states(self) -> Iterator[BucketState]:
         """Each bucket in host memory, in turn; the next one is read meanwhile."""
         if self._file is None:
-            yield from (Visit(each, self.lines_of(each), lambda _: None) for each in self.buckets)
+            yield from (
+                BucketState(each, self.lines_of(each), lambda _: None) for each in self.buckets
+            )
             return
         ahead = self._start_reading(self.buckets[0]) if self.buckets else None
         for bucket, following in zip_longest(self.buckets, self.buckets[1:]):
@@ -178,10 +182,10 @@ class OffloadedState:
             assert reading is not None
             reading.result()
             self.waited_seconds += time.perf_counter() - began
-            yield Visit(bucket, self.lines_of(bucket), partial(self._start_writing, bucket))
+            yield BucketState(bucket, self.lines_of(bucket), partial(self._start_writing, bucket))
 
     def _start_reading(self, bucket: Bucket) -> Future[None]:
-        before = self._writes.pop(bucket.number % self.rooms, None)
+        before = self._writes.pop(bucket.number % self.num_buffers, None)
         return self._reader.submit(self._read, bucket, before)
 
     def _read(self, bucket: Bucket, before: Future[None] | None) -> None:
@@ -195,12 +199,12 @@ class OffloadedState:
             self._file.read((line, section), lines[line], whose)
         self._read_seconds += time.perf_counter() - began
 
-    def _start_writing(self, bucket: Bucket, mark: Mark) -> None:
-        written = self._writer.submit(self._write, bucket, mark)
-        self._writes[bucket.number % self.rooms] = written
+    def _start_writing(self, bucket: Bucket, event: CopyEvent) -> None:
+        written = self._writer.submit(self._write, bucket, event)
+        self._writes[bucket.number % self.num_buffers] = written
 
-    def _write(self, bucket: Bucket, mark: Mark) -> None:
-        self._link.arrive(mark)
+    def _write(self, bucket: Bucket, event: CopyEvent) -> None:
+        self._link.synchronize(event)
         began = time.perf_counter()
         assert self._file is not None
         lines = self.lines_of(bucket)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
 from fivefold.optim.adamw import AdamW
-from fivefold.optim.grad_norm import Departed
+from fivefold.optim.grad_norm import NormTerm
 from fivefold.optim.loss_scale import LossScaler
 from fivefold.optim.offload import HostAdamW
 
@@ -73,9 +73,9 @@ class Optimizer:
         assert grad is not None, f"{name} got no gradient"
         return local_tensor(grad)
 
-    def measurable(self, name: str) -> Tensor | Departed:
+    def measurable(self, name: str) -> Tensor | NormTerm:
         """The contribution to the norm of a reduced gradient of the scaled loss."""
-        return self.host.departed(name) if name in self.host else self._scaled(name)
+        return self.host.norm_term(name) if name in self.host else self._scaled(name)
 
     def state_tensors(self) -> dict[str, Piece]:
         """The moments, wherever they are, named as by `AdamW.state_tensors`."""

@@ -49,7 +49,7 @@ class NamedElements:
     within: slice = field(default_factory=lambda: slice(None))
 
     def rows(self, local: Tensor) -> Tensor:
-        """The part as a matrix in the same memory."""
+        """The part [..., C] as a matrix [R, C] in the same memory."""
         return local.view(-1, local.shape[-1])
 
     def pieces(self, local: Tensor, at_a_time: int) -> Iterator[slice]:
@@ -217,13 +217,13 @@ class Master:
 
 
 def exact(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master of a weight in bf16, to the bit."""
+    """The fp32 master of a bf16 weight and its int16 remainder (of equal shape), to the bit."""
     high = weight.view(torch.int16).int() << 16
     return (high + remainder).view(torch.float32)
 
 
 def divide(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Split an fp32 master into the nearest bf16 weight and the 16 remaining bits.
+    """Split an fp32 master into the nearest bf16 weight and the int16 remainder, in place.
 
     As in Transformer Engine, a master in the middle between two goes away from 0, not to the even
     one: with 16 bits more, no other rule leaves a way back.

@@ -24,11 +24,11 @@ from fivefold.pipeline.list_scheduler import (
     Run,
     SchedulingPolicy,
 )
-from fivefold.pipeline.schedules.automatic import TASTES, AutomaticZeroBubble, Taste
+from fivefold.pipeline.schedules.automatic import ALL_OPTIONS, AutomaticZeroBubble, HeuristicOptions
 from fivefold.pipeline.schedules.fixed import Orders
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 
-_Starts = list[list[tuple[int, int]]]
+_Prefixes = list[list[tuple[int, int]]]
 _INDEX = {Kind.F: (0,), Kind.B: (1,), Kind.W: (2,), Kind.BW: (1, 2)}
 _TRIES = 40  # minimum number of runs that a search should make
 _CLIMBERS = 2
@@ -51,7 +51,7 @@ class Synthesis:
     makespan: float
 
 
-class Style(Enum):
+class Priority(Enum):
     """Which F or B runs first."""
 
     DEEPEST = "the B of the lowest stage, then the F of the highest"
@@ -61,11 +61,11 @@ class Style(Enum):
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _RunParameters:
     """Parameters of a list-scheduler run, for any number of microbatches.
 
     Attributes:
-        style: which F or B runs first.
+        priority: which F or B runs first.
         stretch: microbatches in flight on a stage, as a multiple of those its round trip takes.
         extra: additional microbatches in flight, for each stage.
         patience: patience of each rank (see `SchedulingPolicy`).
@@ -74,7 +74,7 @@ class _Recipe:
         weights: whether its W's are kept as well.
     """
 
-    style: Style
+    priority: Priority
     stretch: float
     extra: tuple[int, ...]
     patience: tuple[float, ...]
@@ -103,14 +103,14 @@ def synthesise(problem: Problem, *, effort: int = EFFORT) -> Synthesis:
     enough = 1e-9 if few == problem.num_microbatches else _NEAR
     if min(found, default=(inf,))[0] <= lower_bounds(problem).best * (1 + enough):
         effort = 0  # no gain is possible, or none that a search on few microbatches would find
-    search = _RecipeSearch(replace(problem, num_microbatches=few), effort, Random(1), fixed)
-    kitchen = _Kitchen(problem, fixed)
-    for recipe in search.best():
-        run = kitchen.cook(recipe)
+    search = _ParameterSearch(replace(problem, num_microbatches=few), effort, Random(1), fixed)
+    factory = _RunFactory(problem, fixed)
+    for parameters in search.best():
+        run = factory.schedule(parameters)
         if run.makespan < inf:
             # Replaying removes waits that turned out useless.
             run = ReplayedRun(problem, run.orders)
-            found.append((run.makespan, str(recipe), run))
+            found.append((run.makespan, str(parameters), run))
     if not found:
         run = _one_by_one(problem)
         found.append((run.makespan, "one microbatch after the other", run))
@@ -149,12 +149,12 @@ def fixed_runs(problem: Problem) -> Iterator[tuple[str, Run]]:
 def _automatic(problem: Problem) -> Orders | None:
     """The published heuristic with its best options on few microbatches; None if it gets stuck."""
 
-    def run(taste: Taste, total: int) -> AutomaticZeroBubble:
-        return AutomaticZeroBubble(problem.costs, total, problem.cap, problem.footprint, taste)
+    def run(options: HeuristicOptions, total: int) -> AutomaticZeroBubble:
+        return AutomaticZeroBubble(problem.costs, total, problem.cap, problem.footprint, options)
 
     few = min(problem.num_microbatches, 3 * problem.num_ranks)
-    tastes = sorted(TASTES, key=lambda taste: run(taste, few).makespan)
-    best = run(tastes[0], problem.num_microbatches)
+    ranked = sorted(ALL_OPTIONS, key=lambda options: run(options, few).makespan)
+    best = run(ranked[0], problem.num_microbatches)
     return best.orders if best.makespan < inf else None
 
 
@@ -186,7 +186,7 @@ def _one_by_one(problem: Problem) -> Run:
     return ReplayedRun(problem, orders)
 
 
-class _Kitchen:
+class _RunFactory:
     """Makes list-scheduler runs from their parameters.
 
     Args:
@@ -204,53 +204,53 @@ class _Kitchen:
             for rank in range(problem.num_ranks)
         )
 
-    def cook(self, recipe: _Recipe) -> Run:
+    def schedule(self, parameters: _RunParameters) -> Run:
         """The run with these parameters."""
         stages, total = range(len(self.problem.placement)), self.problem.num_microbatches
-        forward, backward, pace = self._keys(recipe.style)
+        forward, backward, pace = self._keys(parameters.priority)
         policy = SchedulingPolicy(
             [[forward[s] + pace * mb for mb in range(total)] for s in stages],
             [[backward[s] + pace * mb for mb in range(total)] for s in stages],
-            tuple(self._limit(recipe, stage) for stage in stages),
-            recipe.patience,
+            tuple(self._limit(parameters, stage) for stage in stages),
+            parameters.patience,
         )
-        return ListScheduler(self.problem, policy, self._kept(recipe))
+        return ListScheduler(self.problem, policy, self._kept(parameters))
 
-    def _keys(self, style: Style) -> tuple[list[float], list[float], float]:
+    def _keys(self, priority: Priority) -> tuple[list[float], list[float], float]:
         """Priorities of each stage's F and B for microbatch 0, and the step per microbatch."""
         last = len(self.problem.placement)
-        match style:
-            case Style.ON_TIME:
+        match priority:
+            case Priority.ON_TIME:
                 return self._paths.forward, self._paths.backward, self.period
-            case Style.DEEPEST:
+            case Priority.DEEPEST:
                 return [-s for s in range(last)], [s - 2.0 * last for s in range(last)], 0.0
-            case Style.DEEPEST_F:
+            case Priority.DEEPEST_F:
                 return [-s for s in range(last)], [s + 1.0 for s in range(last)], 0.0
         before = -2.0 * self.problem.num_microbatches
         return [before] * last, [0.0] * last, 1.0
 
-    def _limit(self, recipe: _Recipe, stage: int) -> int:
-        if recipe.stretch == inf:
+    def _limit(self, parameters: _RunParameters, stage: int) -> int:
+        if parameters.stretch == inf:
             return self.problem.num_microbatches
         trips = self._paths.lifetime(self.problem, stage) / self.period
-        return max(1, ceil(recipe.stretch * trips) + recipe.extra[stage])
+        return max(1, ceil(parameters.stretch * trips) + parameters.extra[stage])
 
-    def _kept(self, recipe: _Recipe) -> _Starts:
-        if recipe.seed is None:
+    def _kept(self, parameters: _RunParameters) -> _Prefixes:
+        if parameters.seed is None:
             return []
-        run = self.fixed[recipe.seed]
-        end = run.makespan - recipe.left * self.period
+        run = self.fixed[parameters.seed]
+        end = run.makespan - parameters.left * self.period
         return [
             [
                 act
                 for act, start in zip(order, times, strict=True)
-                if start < end and (recipe.weights or act[0] < 2)
+                if start < end and (parameters.weights or act[0] < 2)
             ]
             for order, times in zip(run.orders, run.times, strict=True)
         ]
 
 
-class _RecipeSearch:
+class _ParameterSearch:
     """Searches for good parameters: a grid, then hill climbing from its best.
 
     Args:
@@ -264,76 +264,76 @@ class _RecipeSearch:
         self, problem: Problem, effort: int, random: Random, seeds: Collection[str]
     ) -> None:
         fixed = {name: run for name, run in fixed_runs(problem) if name in seeds}
-        self._kitchen = _Kitchen(problem, fixed)
+        self._factory = _RunFactory(problem, fixed)
         self._random = random
         self._tries = effort // (3 * len(problem.placement) * problem.num_microbatches)
-        self._scores: dict[_Recipe, float] = {}
+        self._scores: dict[_RunParameters, float] = {}
 
-    def best(self) -> list[_Recipe]:
+    def best(self) -> list[_RunParameters]:
         """The best two parameter sets that beat every fixed schedule."""
-        for recipe in islice(self._grid(), self._tries // 2):
-            self._score(recipe)
+        for parameters in islice(self._grid(), self._tries // 2):
+            self._score(parameters)
         climbers = self._ranked()[:_CLIMBERS]
         for turn in range(self._tries // 2):
             old = climbers[turn % len(climbers)]
             new = self._changed(old)
             if self._score(new) <= self._score(old):
                 climbers[turn % len(climbers)] = new
-        known = min((run.makespan for run in self._kitchen.fixed.values()), default=inf)
-        return [recipe for recipe in self._ranked()[:2] if self._scores[recipe] < known]
+        known = min((run.makespan for run in self._factory.fixed.values()), default=inf)
+        return [parameters for parameters in self._ranked()[:2] if self._scores[parameters] < known]
 
-    def _ranked(self) -> list[_Recipe]:
+    def _ranked(self) -> list[_RunParameters]:
         return sorted(self._scores, key=self._scores.__getitem__)
 
-    def _score(self, recipe: _Recipe) -> float:
-        if recipe not in self._scores:
-            self._scores[recipe] = self._kitchen.cook(recipe).makespan
-        return self._scores[recipe]
+    def _score(self, parameters: _RunParameters) -> float:
+        if parameters not in self._scores:
+            self._scores[parameters] = self._factory.schedule(parameters).makespan
+        return self._scores[parameters]
 
-    def _grid(self) -> Iterator[_Recipe]:
+    def _grid(self) -> Iterator[_RunParameters]:
         """Half of it starts with a fixed schedule; the most promising come first."""
-        problem, fixed = self._kitchen.problem, self._kitchen.fixed
+        problem, fixed = self._factory.problem, self._factory.fixed
         ranks, none = problem.num_ranks, (0,) * len(problem.placement)
         seeds = sorted(fixed, key=lambda name: fixed[name].makespan)[:2]
         length = problem.num_microbatches + ranks
         mixed = (
-            _Recipe(style, inf, none, (patience,) * ranks, name, share * length, weights)
-            for share, patience, name, style, weights in product(
+            _RunParameters(priority, inf, none, (patience,) * ranks, name, share * length, weights)
+            for share, patience, name, priority, weights in product(
                 (0.6, 0.2, 0.3, 0.4, 0.8, 0.1, 0.5, 0.7),
                 (0.3, 0.7),
                 seeds,
-                (Style.OLDEST_F, Style.DEEPEST),
+                (Priority.OLDEST_F, Priority.DEEPEST),
                 (False, True),
             )
         )
         plain = (
-            _Recipe(style, stretch, none, (patience,) * ranks)
-            for stretch, patience, style in product(
-                (1.1, 2.0, 1.3, 0.9, 1.0, 1.5, inf), (0.6, 0.3, 0.8, 0.0), Style
+            _RunParameters(priority, stretch, none, (patience,) * ranks)
+            for stretch, patience, priority in product(
+                (1.1, 2.0, 1.3, 0.9, 1.0, 1.5, inf), (0.6, 0.3, 0.8, 0.0), Priority
             )
         )
         for pair in zip_longest(mixed, plain):
-            yield from (recipe for recipe in pair if recipe)
+            yield from (parameters for parameters in pair if parameters)
 
-    def _changed(self, recipe: _Recipe) -> _Recipe:
+    def _changed(self, parameters: _RunParameters) -> _RunParameters:
         """A neighbour with one or two changed parameters."""
-        random, ranks = self._random, self._kitchen.problem.num_ranks
+        random, ranks = self._random, self._factory.problem.num_ranks
         for _ in range(random.choice((1, 1, 2))):
-            move = random.randrange(4 if recipe.seed else 3)
+            move = random.randrange(4 if parameters.seed else 3)
             if move == 0:
-                patience = list(recipe.patience)
+                patience = list(parameters.patience)
                 patience[random.randrange(ranks)] = random.randrange(11) / 10
-                recipe = replace(recipe, patience=tuple(patience))
-            elif move == 1 and recipe.stretch < inf:
-                extra, step = list(recipe.extra), random.choice((-1, 1))
+                parameters = replace(parameters, patience=tuple(patience))
+            elif move == 1 and parameters.stretch < inf:
+                extra, step = list(parameters.extra), random.choice((-1, 1))
                 first = random.randrange(len(extra))
                 for stage in range(first, min(first + random.choice((1, 1, ranks)), len(extra))):
                     extra[stage] += step
-                recipe = replace(recipe, extra=tuple(extra))
+                parameters = replace(parameters, extra=tuple(extra))
             elif move == 2:
                 patience = [random.randrange(11) / 10] * ranks
-                recipe = replace(recipe, patience=tuple(patience))
+                parameters = replace(parameters, patience=tuple(patience))
             else:
-                left = max(0.0, recipe.left + random.choice((-2, -1, -0.5, 0.5, 1, 2)))
-                recipe = replace(recipe, left=left)
-        return recipe
+                left = max(0.0, parameters.left + random.choice((-2, -1, -0.5, 0.5, 1, 2)))
+                parameters = replace(parameters, left=left)
+        return parameters

@@ -91,8 +91,8 @@ class Cluster:
         """Whether an NVLink domain spans several hosts (a rack)."""
         return self.gpus_per_node > LARGEST_HOST
 
-    def lateness(self, gpus: int) -> float:
-        """Expected lateness of the slowest of `count` GPUs, as a share of the step."""
+    def straggler_delay(self, gpus: int) -> float:
+        """Expected straggler_delay of the slowest of `count` GPUs, as a share of the step."""
         return self.jitter * sqrt(2 * log(gpus))
 
     @property

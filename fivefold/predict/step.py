@@ -23,8 +23,8 @@ from fivefold.pipeline.schedules.registry import with_copies
 from fivefold.pipeline.split.stages import StageSpec
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.data_parallel.muon import orthogonalising_seconds
-from fivefold.predict.data_parallel.once import UNKNOWN, Once, sent_once
-from fivefold.predict.data_parallel.transfers import Moves, data_groups, exposed, moves
+from fivefold.predict.data_parallel.per_step import UNKNOWN, StepTransfers, step_transfers
+from fivefold.predict.data_parallel.transfers import StageTransfers, data_groups, exposed, moves
 from fivefold.predict.data_parallel.update import (
     bringing_seconds,
     leaving_seconds,
@@ -78,7 +78,7 @@ def predict_all(
         _Predictor(each, cluster, software or Software(), times_cache) for each in layouts
     ]
     costs = [[each.costs, replace(each.costs, hop=0.0)] for each in predictors]
-    walked = _walk([each.clock for each in predictors], costs, [[p.once] for p in predictors])
+    walked = _walk([each.clock for each in predictors], costs, [[p.per_step] for p in predictors])
     return [
         each.prediction(whole, still, longer)
         for each, ((whole, still), (longer,)) in zip(predictors, walked, strict=True)
@@ -87,7 +87,7 @@ def predict_all(
 
 def program_times(
     layouts: Sequence[Layout],
-    sent: Sequence[Sequence[tuple[Sharding, Sequence[Moves]]]],
+    sent: Sequence[Sequence[tuple[Sharding, Sequence[StageTransfers]]]],
     cluster: Cluster,
     times_cache: TimesCache,
 ) -> list[tuple[float, list[float]]]:
@@ -101,16 +101,18 @@ def program_times(
         times_cache: times to share with other layouts, as `LayerTimes` takes them.
     """
     predictors = [_Predictor(each, cluster, Software(), times_cache) for each in layouts]
-    once = [
+    per_step = [
         [each.sent(sharding, moves, update=UNKNOWN) for sharding, moves in others]
         for each, others in zip(predictors, sent, strict=True)
     ]
-    walked = _walk([p.clock for p in predictors], [[p.costs] for p in predictors], once)
+    walked = _walk([p.clock for p in predictors], [[p.costs] for p in predictors], per_step)
     return [(seconds, longer) for (seconds,), longer in walked]
 
 
 def _walk(
-    clocks: Sequence[Clock], costs: Sequence[Sequence[Costs]], once: Sequence[Sequence[Once]]
+    clocks: Sequence[Clock],
+    costs: Sequence[Sequence[Costs]],
+    per_step: Sequence[Sequence[StepTransfers]],
 ) -> list[tuple[list[float], list[float]]]:
     """Seconds of each layout's program for each of its costs, and by how much each option of
     communication once a step lengthens it, with the first costs; layouts with equal programs share
@@ -121,10 +123,10 @@ def _walk(
     found: list[tuple[list[float], list[float]]] = [([], [])] * len(clocks)
     for clock, numbers in alike.items():
         starts = accumulate((len(costs[number]) for number in numbers), initial=0)
-        sent = [(of, each) for of, n in zip(starts, numbers, strict=False) for each in once[n]]
-        told, more = map(iter, clock.walk([each for n in numbers for each in costs[n]], sent))
+        sent = [(of, each) for of, n in zip(starts, numbers, strict=False) for each in per_step[n]]
+        seconds, more = map(iter, clock.walk([each for n in numbers for each in costs[n]], sent))
         for n in numbers:
-            found[n] = [*islice(told, len(costs[n]))], [*islice(more, len(once[n]))]
+            found[n] = [*islice(seconds, len(costs[n]))], [*islice(more, len(per_step[n]))]
     return found
 
 
@@ -144,7 +146,7 @@ class _Predictor:
         self.policy = engine_policy(layout.config)
         known: dict[StageKind, Times] = {}
         self._paired: dict[StageKind, Paired] = {}
-        self._known_moves: dict[StageKind, Moves] = {}
+        self._known_moves: dict[StageKind, StageTransfers] = {}
         self.kinds = [StageKind.of(layout, stage) for stage in range(len(layout.split.stages))]
         for kind, spec in zip(self.kinds, layout.split.stages, strict=True):
             if kind not in known:
@@ -180,7 +182,7 @@ class _Predictor:
 
     def _brought(self, work: Phases, spec: StageParts) -> Phases:
         """Seconds by which copies of offloaded weights arrive after `work` has ended."""
-        if not self.policy.away:
+        if not self.policy.offloads_weights:
             return Phases()
         shard, expert = data_groups(self.layout, self.cluster)
         parameters = sum(
@@ -189,7 +191,7 @@ class _Predictor:
         )
         return self.times.later(bringing_seconds(self.cluster, self.policy, parameters), work)
 
-    def _moves(self, kind: StageKind, spec: StageParts) -> Moves:
+    def _moves(self, kind: StageKind, spec: StageParts) -> StageTransfers:
         """Data-parallel communication of a stage."""
         if kind not in self._known_moves:
             self._known_moves[kind] = moves(self.layout, self.cluster, self.software, spec)
@@ -264,13 +266,15 @@ class _Predictor:
         return replace(costs, fb=pairs)
 
     @cached_property
-    def once(self) -> Once:
+    def per_step(self) -> StepTransfers:
         """Communication once a step."""
         parts = zip(self.kinds, self.layout.split.stages, strict=True)
         each = [self._moves(kind, spec) for kind, spec in parts]
         return self.sent(self._sharding, each, self._optimizer[0])
 
-    def sent(self, sharding: Sharding, moves: Sequence[Moves], update: float) -> Once:
+    def sent(
+        self, sharding: Sharding, moves: Sequence[StageTransfers], update: float
+    ) -> StepTransfers:
         """Communication once a step of a strategy, given each stage's transfers and the update's
         time."""
         slices, split = self.parallel.num_sequence_slices, self.layout.split
@@ -280,7 +284,7 @@ class _Predictor:
         ]
         placement = with_copies(split.placement, self.layout.num_copies)
         gpu, by_block = self.cluster.gpu, self.software.gathers_by_block
-        return sent_once(gpu, self.parallel, sharding, stages, placement, update, by_block)
+        return step_transfers(gpu, self.parallel, sharding, stages, placement, update, by_block)
 
     @cached_property
     def _optimizer(self) -> tuple[float, float]:
@@ -365,7 +369,7 @@ class _Predictor:
             TimePart("PP communication", whole - still),
             TimePart("DP communication", each.dp.total + around),
             TimePart("optimizer", optimizer + self._summing()),
-            TimePart("jitter", self.cluster.lateness(grid.world_size) * whole),
+            TimePart("jitter", self.cluster.straggler_delay(grid.world_size) * whole),
         )
         step = sum(part.seconds for part in parts)
         notes = tuple(unusual(layout, self.cluster))

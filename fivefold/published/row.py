@@ -84,8 +84,8 @@ class PublishedRow:
 
     def text(self, column: str) -> str:
         """The cell, in lower case; empty if it was not published."""
-        told = self.cells.get(column, "").strip().lower()
-        return "" if told == NOT_PUBLISHED else told
+        given = self.cells.get(column, "").strip().lower()
+        return "" if given == NOT_PUBLISHED else given
 
     def number(self, column: str) -> float | None:
         """The first number of a cell, or None."""
@@ -213,10 +213,10 @@ def model_of(row: PublishedRow, *, drops_scores: bool = False) -> ModelConfig:
 
 def _further(row: PublishedRow) -> dict[str, Any]:
     """Multi-token predictions as the note gives them, for runs that differ from their preset."""
-    told = _PREDICTIONS.search(row.text("note"))
-    if told is None:
+    given = _PREDICTIONS.search(row.text("note"))
+    if given is None:
         return {}
-    return {"mtp_num_layers": int(told[1]), "mtp_use_repeated_layer": told[2] is not None}
+    return {"mtp_num_layers": int(given[1]), "mtp_use_repeated_layer": given[2] is not None}
 
 
 def _differing(row: PublishedRow, preset: ModelConfig) -> list[str]:
@@ -315,10 +315,10 @@ def cluster_of(row: PublishedRow) -> Cluster:
     own = row.whole("gpus_per_node")
     if own:
         cluster = replace(cluster, gpus_per_node=own)
-    told = row.number("network")
-    if told is None and (links := _LINKS.search(row.cells["note"])):
-        told = int(links[1]) * int(links[2]) / (1 if links[3] else 8)
-    if not told:
+    given = row.number("network")
+    if given is None and (links := _LINKS.search(row.cells["note"])):
+        given = int(links[1]) * int(links[2]) / (1 if links[3] else 8)
+    if not given:
         return cluster
-    link = replace(cluster.network_link, bandwidth=told * GB / cluster.gpus_per_node)
+    link = replace(cluster.network_link, bandwidth=given * GB / cluster.gpus_per_node)
     return replace(cluster, network_link=link)

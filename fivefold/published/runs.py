@@ -71,11 +71,11 @@ def software_of(row: PublishedRow, framework: Framework) -> Software:
 
 def _wire_bytes(row: PublishedRow) -> float | None:
     """Bytes of a gradient element on the wire, if the row tells."""
-    told = row.text("grads")
+    given = row.text("grads")
     sizes = {"fp16": 2.0, "bf16": 2.0, "fp32": 4.0}
-    if told and told not in sizes:
-        raise DataError(f"grads must be one of {', '.join(sizes)}, not {told!r}")
-    return sizes.get(told)
+    if given and given not in sizes:
+        raise DataError(f"grads must be one of {', '.join(sizes)}, not {given!r}")
+    return sizes.get(given)
 
 
 def _attention_of(row: PublishedRow, habits: Software) -> Attention:
@@ -85,12 +85,12 @@ def _attention_of(row: PublishedRow, habits: Software) -> Attention:
         if column not in _KERNELS:
             raise DataError(f"attention must be one of {', '.join(_KERNELS)}, not {column!r}")
         return _KERNELS[column]
-    told = re.search(
+    given = re.search(
         r"\b(cudnn)|\b(?:flash[ -]?(?:attention|attn)?|fa)[ -]?v?([1-4])?\b", row.text("note")
     )
-    if told:
+    if given:
         releases: dict[str | None, Attention] = {None: "flash1", "1": "flash1", "2": "flash2"}
-        return "best" if told[1] else releases.get(told[2], "best")
+        return "best" if given[1] else releases.get(given[2], "best")
     # cuDNN's kernels are not deterministic.
     return "flash2" if "deterministic" in row.text("note").split() else habits.attention
 
@@ -98,8 +98,8 @@ def _attention_of(row: PublishedRow, habits: Software) -> Attention:
 def is_graphed(row: PublishedRow, framework: Framework) -> bool:
     """Whether a step was one CUDA graph: as its column tells, else by its framework's recipes for
     experts in MXFP8."""
-    told = row.text("graphs")
-    return told == "1" if told else framework.software.whole_graph and "mx" in row.text("prec")
+    given = row.text("graphs")
+    return given == "1" if given else framework.software.whole_graph and "mx" in row.text("prec")
 
 
 def _graphed(row: PublishedRow) -> frozenset[Module]:
@@ -114,12 +114,12 @@ def _graphed(row: PublishedRow) -> frozenset[Module]:
 def _dispatcher(row: PublishedRow) -> Dispatcher:
     """The token dispatcher of experts: as a column or note says, or else DeepEP if experts span
     nodes."""
-    told, degree = row.text("dispatcher"), row.whole("ep") or 1
+    given, degree = row.text("dispatcher"), row.whole("ep") or 1
     for name in DISPATCHERS:
-        if told == name:
+        if given == name:
             return name
-    if told:
-        raise DataError(f"dispatcher must be one of {', '.join(DISPATCHERS)}, not {told!r}")
+    if given:
+        raise DataError(f"dispatcher must be one of {', '.join(DISPATCHERS)}, not {given!r}")
     across = degree > cluster_of(row).gpus_per_node
     return "deepep" if across or "deepep" in row.text("note") else "alltoall"
 
@@ -260,7 +260,7 @@ def _layout(config: Config, world: int, divides: Callable[[Config, int], str] | 
 def _parallel(row: PublishedRow, model: ModelConfig, framework: Framework) -> dict[str, Any]:
     note = row.text("note")
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
-    sequence = tp > 1 and _told(row, "sp", framework.sequence_parallel)
+    sequence = tp > 1 and _switch(row, "sp", framework.sequence_parallel)
     strategy = _strategy(row, framework)
     fused = framework.fused_loss or (framework.compiles_loss and "eager" not in note.split())
     settings: dict[str, Any] = {
@@ -270,7 +270,7 @@ def _parallel(row: PublishedRow, model: ModelConfig, framework: Framework) -> di
         "sequence_parallel": sequence,
         "tp_comm_overlap": tp > 1 and ("async" in note or framework.overlaps_tp),
         "data_parallel_sharding_strategy": strategy.name,
-        "cross_entropy_loss_fusion": _told(row, "fused_loss", fused),
+        "cross_entropy_loss_fusion": _switch(row, "fused_loss", fused),
         **_overlaps(row, framework, strategy.zero_stage),
         **(framework.settings if cp > 1 else {}),
     }
@@ -285,10 +285,10 @@ def _parallel(row: PublishedRow, model: ModelConfig, framework: Framework) -> di
 _REPLICAS = re.compile(r"(?:hsdp\s*|(?:fsdp|[123])\s+)(\d{1,7})x(\d{1,7})")
 
 
-def _told(row: PublishedRow, column: str, otherwise: bool) -> bool:
+def _switch(row: PublishedRow, column: str, otherwise: bool) -> bool:
     """The meaning of a column of 0 and 1; `otherwise` where it is empty."""
-    told = row.whole(column)
-    return otherwise if told is None else bool(told)
+    given = row.whole(column)
+    return otherwise if given is None else bool(given)
 
 
 def _overlaps(row: PublishedRow, framework: Framework, stage: int) -> dict[str, bool]:
@@ -296,8 +296,8 @@ def _overlaps(row: PublishedRow, framework: Framework, stage: int) -> dict[str, 
     beside = framework.overlaps
     reduces = {0: "replicas" in beside, 1: "shards" in beside}.get(stage, True)
     return {
-        "overlap_grad_reduce": _told(row, "overlap", reduces),
-        "overlap_param_gather": _told(row, "overlap", "gather" in beside),
+        "overlap_grad_reduce": _switch(row, "overlap", reduces),
+        "overlap_param_gather": _switch(row, "overlap", "gather" in beside),
     }
 
 
@@ -308,7 +308,7 @@ def _expert_settings(row: PublishedRow, framework: Framework) -> dict[str, Any]:
         "expert_model_parallel_size": row.whole("ep") or 1,
         "expert_tensor_parallel_size": row.whole("etp") or 1,
         "moe_token_dispatcher_type": "alltoall" if _dispatcher(row) == "alltoall" else "flex",
-        "overlap_moe_expert_parallel_comm": _told(row, "ep_overlap", pairs),
+        "overlap_moe_expert_parallel_comm": _switch(row, "ep_overlap", pairs),
         **framework.expert_settings,
     }
     # Pairs that hide messages also delay weight gradients.

@@ -76,7 +76,7 @@ def _collectives(one: _Sorted, other: _Sorted, group: str, who: tuple[str, str])
         what = f"collective {number} of the {axis} group"
         if mine is None or theirs is None:
             waits, lacks = who if theirs is None else who[::-1]
-            yield f"{waits} waits in {_told(mine or theirs)}, {what}, which {lacks} never enters"
+            yield f"{waits} waits in {_named(mine or theirs)}, {what}, which {lacks} never enters"
             return
         same = (mine.op, mine.dtype) == (theirs.op, theirs.dtype)
         if same and mine.parts and theirs.parts:
@@ -86,7 +86,7 @@ def _collectives(one: _Sorted, other: _Sorted, group: str, who: tuple[str, str])
                 yield f"{what}: {who[0]} sends {sizes} of it"
                 return
         elif not same or mine.size != theirs.size:
-            yield f"{what} is {_told(mine)} on {who[0]}, and {_told(theirs)} on {who[1]}"
+            yield f"{what} is {_named(mine)} on {who[0]}, and {_named(theirs)} on {who[1]}"
             return
 
 
@@ -112,12 +112,12 @@ def _circular_wait(scripts: Sequence[Script], name: Callable[[int], str]) -> Ite
     try:
         order.prepare()
     except CycleError as error:
-        told = []
+        lines = []
         for step in pairwise(error.args[1]):
             script = first[step]
             one, other = (f"collective {n} of its {script.axes.get(g, g)} group" for g, n in step)
-            told.append(f"rank {script.rank} {name(script.rank)} enters {one} before {other}")
-        yield f"a circular wait: {'; '.join(told)}"
+            lines.append(f"rank {script.rank} {name(script.rank)} enters {one} before {other}")
+        yield f"a circular wait: {'; '.join(lines)}"
 
 
 def _messages(source: _Sorted, target: _Sorted, group: str, who: tuple[str, str]) -> Iterator[str]:
@@ -153,7 +153,7 @@ def _by_tag(calls: Sequence[Issued]) -> dict[int, list[Issued]]:
     return found
 
 
-def _told(call: Issued) -> str:
+def _named(call: Issued) -> str:
     return f"{call.op} of {_sized(call)}"
 
 

@@ -12,7 +12,7 @@ from fivefold.description.kinds import layer_kind
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
-from fivefold.predict.memory.liveness import Acts, Moments, moments
+from fivefold.predict.memory.liveness import Acts, HeldMicrobatches, moments
 
 DENSE_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
@@ -92,7 +92,7 @@ def enough_to_hold_all(layout: Layout) -> int:
     return most
 
 
-def _by_action(found: Moments) -> dict[Acts, NDArray[np.float64]]:
+def _by_action(found: HeldMicrobatches) -> dict[Acts, NDArray[np.float64]]:
     """For each action, what is held at each moment in which it runs, one row per moment."""
     held = np.hstack([found.kept, found.inputs, found.waiting, -found.unmade])
     return {

@@ -9,7 +9,7 @@ from typing import Annotated
 from msgspec import UNSET, Meta, UnsetType
 
 from fivefold.audit.record import RankRecord, read_records
-from fivefold.audit.report import AuditReport, Outlook, audit
+from fivefold.audit.report import AuditReport, PlannerEstimate, audit
 from fivefold.check import check
 from fivefold.description.kinds import layer_kind
 from fivefold.files import read_json_lines
@@ -20,7 +20,7 @@ from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.predict.times.layer import forward_operations
 from fivefold.report.settings import run_config
-from fivefold.report.starts import Alike
+from fivefold.report.starts import ComparableSteps
 from fivefold.tell.describe import parallelism
 from fivefold.train.folder.run_folder import RunFolder
 
@@ -45,13 +45,13 @@ def audited(folder: Path, cluster: str | None = None) -> AuditReport:
         f"{folder}, step {step}; {parallelism(layout)}",
         layout,
         records,
-        usual_seconds(run.metrics_file, step, Alike(run.starts(), step)),
+        usual_seconds(run.metrics_file, step, ComparableSteps(run.starts(), step)),
         None if cluster is None else outlook(layout, records, cluster),
         layer_operations(layout),
     )
 
 
-def usual_seconds(metrics: Path, audited: int, alike: Alike) -> float | None:
+def usual_seconds(metrics: Path, audited: int, alike: ComparableSteps) -> float | None:
     """The median time of a run's usual steps of the measured one's size, without itself.
 
     Args:
@@ -98,7 +98,7 @@ def layer_operations(layout: Layout) -> tuple[float, float]:
     return forward, 2 * forward
 
 
-def outlook(layout: Layout, records: Sequence[RankRecord], name: str) -> Outlook:
+def outlook(layout: Layout, records: Sequence[RankRecord], name: str) -> PlannerEstimate:
     """The planner's prediction for a run on a cluster, by kind of GPU or file.
 
     Args:
@@ -110,4 +110,4 @@ def outlook(layout: Layout, records: Sequence[RankRecord], name: str) -> Outlook
     cluster = load_cluster(name, layout.grid.world_size)
     step = predict(layout, cluster)
     peaks = [rank.peak for rank in peak_memory(layout, cluster).ranks]
-    return Outlook(step.step_time, (step.low, step.high), peaks, cluster.host_operation)
+    return PlannerEstimate(step.step_time, (step.low, step.high), peaks, cluster.host_operation)

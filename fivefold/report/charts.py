@@ -6,7 +6,7 @@ from importlib.resources import files
 from math import inf
 
 from fivefold import pages
-from fivefold.report.story import LAST, Story, evaluated, validation_set
+from fivefold.report.history import LAST, RunHistory, evaluated, validation_set
 
 MOST_POINTS = 4000
 """Most steps that a line shows; of more, the means of equal stretches."""
@@ -44,9 +44,9 @@ class StepChart:
     lines: Sequence[Line]
 
 
-def charts_of(stories: Sequence[Story]) -> list[StepChart]:
+def charts_of(histories: Sequence[RunHistory]) -> list[StepChart]:
     """All charts for which a run has values; runs share each of them."""
-    found = [StepChart("Loss", "", [*_losses(stories)])]
+    found = [StepChart("Loss", "", [*_losses(histories)])]
     for title, unit, name, factor in (
         ("Gradient norm", "", "grad_norm", 1.0),
         ("Learning rate", "", "lr", 1.0),
@@ -58,9 +58,9 @@ def charts_of(stories: Sequence[Story]) -> list[StepChart]:
         ("Share of tokens that experts had no room for", "%", "moe_drop_rate", 100.0),
     ):
         lines = [
-            Line(_named(story, stories, ""), run, values)
-            for run, story in enumerate(stories)
-            if any((values := {s: factor * v for s, v in story.values(name).items()}).values())
+            Line(_named(history, histories, ""), run, values)
+            for run, history in enumerate(histories)
+            if any((values := {s: factor * v for s, v in history.values(name).items()}).values())
         ]
         found.append(StepChart(title, unit, lines))
     return [chart for chart in found if chart.lines]
@@ -82,27 +82,27 @@ def drawn(charts: Sequence[StepChart]) -> Iterator[str]:
     yield page.replace("/*DATA*/", pages.as_script(data))
 
 
-def _named(story: Story, stories: Sequence[Story], name: str) -> str:
+def _named(history: RunHistory, histories: Sequence[RunHistory], name: str) -> str:
     """A line's label; contains the run's name only if there are two runs."""
-    return " ".join([story.name] * (len(stories) > 1) + [name] * bool(name)) or story.name
+    return " ".join([history.name] * (len(histories) > 1) + [name] * bool(name)) or history.name
 
 
-def _losses(stories: Sequence[Story]) -> Iterator[Line]:
-    for run, story in enumerate(stories):
-        for name, values, kind in _losses_of(story):
+def _losses(histories: Sequence[RunHistory]) -> Iterator[Line]:
+    for run, history in enumerate(histories):
+        for name, values, kind in _losses_of(history):
             if values:
-                yield Line(_named(story, stories, name), run, values, kind)
+                yield Line(_named(history, histories, name), run, values, kind)
 
 
-def _losses_of(story: Story) -> Iterator[tuple[str, Mapping[int, float], str]]:
-    losses = story.values("loss")
+def _losses_of(history: RunHistory) -> Iterator[tuple[str, Mapping[int, float], str]]:
+    losses = history.values("loss")
     smooth = len(losses) > 3 * LAST
     yield "training", losses, "faint" if smooth else "line"
     if smooth:
         yield f"training, mean of {LAST} steps", _running(losses), "line"
-    for name in evaluated(story.evaluations):
-        told = f"validation{validation_set(name)}"
-        yield told, story.values(name, story.evaluations), "points"
+    for name in evaluated(history.evaluations):
+        label = f"validation{validation_set(name)}"
+        yield label, history.values(name, history.evaluations), "points"
 
 
 def _running(values: Mapping[int, float]) -> dict[int, float]:

@@ -4,38 +4,44 @@ from collections.abc import Callable, Sequence
 
 from fivefold.config.config import Config
 from fivefold.description.shape import count_parameters
-from fivefold.report.story import LAST, Story, evaluated, validation_set
+from fivefold.report.history import LAST, RunHistory, evaluated, validation_set
 from fivefold.units import human_bytes, human_count, human_flops, human_seconds
 
 
-def facts(stories: Sequence[Story]) -> list[tuple[str, ...]]:
+def facts(histories: Sequence[RunHistory]) -> list[tuple[str, ...]]:
     """(name, value for each run) of the main facts, without those that no run has."""
-    averaged = min(LAST, max((len(story.values("loss")) for story in stories), default=LAST))
-    evaluations = [record for story in stories for record in story.evaluations]
-    every: list[tuple[str, Callable[[Story], str]]] = [
+    averaged = min(LAST, max((len(history.values("loss")) for history in histories), default=LAST))
+    evaluations = [record for history in histories for record in history.evaluations]
+    every: list[tuple[str, Callable[[RunHistory], str]]] = [
         ("model", _model),
-        ("layout", lambda story: _layout(story.config)),
-        ("steps", lambda story: f"{story.done:,} of {story.config.training.num_steps:,}"),
-        ("tokens", lambda story: _told(_last(story, "tokens_total"), human_count)),
-        (f"loss, mean of the last {averaged} steps", lambda s: _told(s.latest("loss"), _short)),
+        ("layout", lambda history: _layout(history.config)),
+        ("steps", lambda history: f"{history.done:,} of {history.config.training.num_steps:,}"),
+        ("tokens", lambda history: _formatted(_last(history, "tokens_total"), human_count)),
+        (
+            f"loss, mean of the last {averaged} steps",
+            lambda s: _formatted(s.latest("loss"), _short),
+        ),
         *(
             (f"lowest validation loss{validation_set(name)}", _best(name))
             for name in evaluated(evaluations)
         ),
-        ("time of a step, median", lambda s: _told(s.usual("seconds"), human_seconds)),
-        ("tokens/s, median", lambda s: _told(s.usual("tokens_per_second"), human_count)),
-        ("FLOP/s a rank", lambda s: _told(s.usual("flops_per_second_per_rank"), human_flops)),
-        ("MFU", lambda story: _told(story.usual("mfu"), lambda share: f"{share:.1%}")),
-        ("peak memory, first rank", lambda s: _told(_last(s, "memory_bytes"), human_bytes)),
-        ("time in steps", lambda story: human_seconds(story.step_seconds)),
-        ("of the time since the first start", lambda s: _told(s.goodput, lambda x: f"{x:.1%}")),
+        ("time of a step, median", lambda s: _formatted(s.usual("seconds"), human_seconds)),
+        ("tokens/s, median", lambda s: _formatted(s.usual("tokens_per_second"), human_count)),
+        ("FLOP/s a rank", lambda s: _formatted(s.usual("flops_per_second_per_rank"), human_flops)),
+        ("MFU", lambda history: _formatted(history.usual("mfu"), lambda share: f"{share:.1%}")),
+        ("peak memory, first rank", lambda s: _formatted(_last(s, "memory_bytes"), human_bytes)),
+        ("time in steps", lambda history: human_seconds(history.step_seconds)),
+        (
+            "of the time since the first start",
+            lambda s: _formatted(s.goodput, lambda x: f"{x:.1%}"),
+        ),
     ]
-    rows = [(name, *(tell(story) for story in stories)) for name, tell in every]
+    rows = [(name, *(tell(history) for history in histories)) for name, tell in every]
     return [row for row in rows if any(row[1:])]
 
 
-def _model(story: Story) -> str:
-    model = story.config.model
+def _model(history: RunHistory) -> str:
+    model = history.config.model
     kind = f", {model.num_experts} experts" if model.num_experts else ""
     size = human_count(count_parameters(model, padded=False).total)
     return f"{size} parameters: {model.num_layers} layers of {model.hidden_size:,}{kind}"
@@ -54,13 +60,13 @@ def _layout(config: Config) -> str:
     return f"{split}, {parallel.data_parallel_sharding_strategy}"
 
 
-def _last(story: Story, name: str) -> float | None:
-    return next(reversed(story.values(name).values()), None)
+def _last(history: RunHistory, name: str) -> float | None:
+    return next(reversed(history.values(name).values()), None)
 
 
-def _best(name: str) -> Callable[[Story], str]:
-    def best(story: Story) -> str:
-        found = story.values(name, story.evaluations)
+def _best(name: str) -> Callable[[RunHistory], str]:
+    def best(history: RunHistory) -> str:
+        found = history.values(name, history.evaluations)
         if not found:
             return ""
         step = min(found, key=found.__getitem__)
@@ -69,7 +75,7 @@ def _best(name: str) -> Callable[[Story], str]:
     return best
 
 
-def _told(value: float | None, shown: Callable[[float], str]) -> str:
+def _formatted(value: float | None, shown: Callable[[float], str]) -> str:
     return "" if value is None else shown(value)
 
 

@@ -9,7 +9,7 @@ from fivefold.train.folder.metrics_file import MOST_STEPS
 Start = Mapping[str, Any]
 
 
-class Alike:
+class ComparableSteps:
     """The steps that are comparable with a given one, or with those of the latest start.
 
     Args:

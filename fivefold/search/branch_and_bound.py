@@ -17,13 +17,13 @@ from fivefold.layout import Layout
 from fivefold.mesh.degrees import grid_of
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import Shape
-from fivefold.predict.data_parallel.transfers import Moves
+from fivefold.predict.data_parallel.transfers import StageTransfers
 from fivefold.predict.step import program_times
 from fivefold.predict.times.layer import TimesCache
 from fivefold.search.bound_tables import module_counts, stage_kinds
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.columns import Column
-from fivefold.search.once_bound import MANY, in_buckets
+from fivefold.search.per_step_bound import MANY, in_buckets
 from fivefold.search.request import Request
 from fivefold.search.space import SHARDINGS, Space
 from fivefold.search.time_bound import TIMING, TimeBound
@@ -195,7 +195,7 @@ class OpenCandidates:
         ledger.walked(layouts[0], len(rows), sum(map(len, senders)))
         sent = [self._sent(others, layouts[0]) for others in senders]
         times = program_times(layouts, sent, cluster, ledger.times_cache)
-        slowest, bounds = 1 + cluster.lateness(self.space.world), self.bounds
+        slowest, bounds = 1 + cluster.straggler_delay(self.space.world), self.bounds
         for row, others, (seconds, longer) in zip(rows, senders, times, strict=True):
             alike = self._timing.members(row)
             self._timed.add(int(self._timing.of[row]))
@@ -213,7 +213,7 @@ class OpenCandidates:
         found: Column = alike[sends & (self.lower[alike] < self.ledger.best)]
         return found
 
-    def _sent(self, rows: Column, layout: Layout) -> list[tuple[Sharding, list[Moves]]]:
+    def _sent(self, rows: Column, layout: Layout) -> list[tuple[Sharding, list[StageTransfers]]]:
         """Minimum times of the messages that these candidates send once a step; their stages equal
         the layout's."""
         _, kinds = stage_kinds(module_counts(layout.config.model, layout.split.stages))
@@ -223,7 +223,7 @@ class OpenCandidates:
             sharding = SHARDINGS[self.space.columns["strategy"][row]]
             each = zip(self.bounds.moved[row][kinds].tolist(), layers, strict=True)
             moves = [
-                Moves(gathered, reduced, MANY if many else count)
+                StageTransfers(gathered, reduced, MANY if many else count)
                 for (gathered, reduced), count in each
             ]
             found.append((sharding, moves))

@@ -63,10 +63,10 @@ def memory_bound(space: Space, ranks: Ranks, *, estimate: bool = False) -> Value
         # In the drain a layer's x and dY go as its gradients come.
         np.maximum(held, kept.drained(which)[of_run], out=held)
         np.maximum(held, flying[of_run], out=held)
-        start, remade = (part[of_sharded] for part in state.on(which))
+        start, freed = (part[of_sharded] for part in state.on(which))
         meet = several if estimate else kept.again(which)[of_run]
-        np.maximum(best, start + held + np.where(meet, remade, 0), out=best)
-        np.maximum(best, start + np.where(several, remade, 0), out=best)
+        np.maximum(best, start + held + np.where(meet, freed, 0), out=best)
+        np.maximum(best, start + np.where(several, freed, 0), out=best)
     return best
 
 
@@ -91,9 +91,9 @@ class _State:
         for number, kind in enumerate(("dense", "expert")):
             trained = self.trained.weighted(held, number)
             frozen = self.sizes.weighted(held, number) - trained
-            lasting, remade = self._per_parameter(kind, trained=True)
+            lasting, freed = self._per_parameter(kind, trained=True)
             at_start += trained * lasting + frozen * self._per_parameter(kind, trained=False)[0]
-            made += trained * remade
+            made += trained * freed
         return at_start, made
 
     def arriving(self, which: int) -> Values:
@@ -132,18 +132,18 @@ def _parameter_bytes(config: Config, *, trained: bool) -> Values:
     for number, alone in product(range(len(SHARDINGS)), (False, True)):
         asked = config.with_values(data_parallel_sharding_strategy=SHARDINGS[number].name)
         policy, (whole, split) = engine_policy(asked, alone=alone), found[..., int(alone), number]
-        away = ceil(policy.offloaded)  # a share is rounded up to whole layers
-        here = 1 - away
-        lasting = policy.masters(here, away, 0) + here * policy.moments
+        off_device = ceil(policy.offloaded)  # a share is rounded up to whole layers
+        here = 1 - off_device
+        lasting = policy.masters(here, off_device, 0) + here * policy.moments
         if not trained:
             lasting, policy = policy.masters(0, 0, 1), replace(policy, gradient=0.0)
         (split if policy.splits_optimizer else whole)[0] += lasting
         if not policy.splits_copy:
             whole[0] += min(policy.copy, policy.narrow_copy)
         if policy.splits_gradient:
-            split[int(policy.remade)] += here * policy.gradient
+            split[int(policy.frees_gradients)] += here * policy.gradient
         else:
-            whole[int(policy.remade)] += policy.gradient
+            whole[int(policy.frees_gradients)] += policy.gradient
     return found
 
 

@@ -87,7 +87,7 @@ def _with_moved(config: Config, choice: MemoryChoice) -> list[MemoryChoice]:
     """The choice with its largest remaining activations offloaded to the host."""
     if choice.is_full or config.training.cuda_graph_impl is not None:  # a graph excludes the host
         return []
-    again = set(config.with_values(**choice.settings).memory.remade_modules)
+    again = set(config.with_values(**choice.settings).memory.recomputed_modules)
     experts = ("expert_fc1", "moe_act") if config.model.num_experts is not None else ()
     left = () if again & {"moe", "routed_experts"} else tuple(m for m in experts if m not in again)
     modules = left or ("core_attn",)

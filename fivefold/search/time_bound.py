@@ -36,7 +36,7 @@ from fivefold.search.bound_tables import (
     sample_layers,
 )
 from fivefold.search.columns import Column
-from fivefold.search.once_bound import Loads
+from fivefold.search.per_step_bound import Loads
 from fivefold.search.space import Space
 
 
@@ -104,13 +104,13 @@ def time_bound(
     sums = [loads.summed(stage, moved[:, 1, kind]) for kind, stage in enumerate(stages)]
     begins, after = loads.before_all(), np.minimum.reduce(sums)
     sent = np.maximum(first + sums[0], any_stage + after) + begins
-    sent += cluster.lateness(space.world) * best
+    sent += cluster.straggler_delay(space.world) * best
     slices = space.config.parallel.num_sequence_slices
     added = loads.data.sums(ranks)[loads.of_sharded]
     rest = loads.data.optimizer(ranks)[loads.of_sharded]
     rest += (space.columns["microbatches"] * slices - 1) * added
     moved = np.swapaxes(moved, 1, 2)
-    program = best * (1 + cluster.lateness(space.world))
+    program = best * (1 + cluster.straggler_delay(space.world))
     return TimeBound(program, begins + after, sent, rest, moved)
 
 
@@ -130,7 +130,7 @@ def quick_time_bound(
     best = _path(run, ranks, cells)
     for which in FOR_TIME:
         best = np.maximum.reduce([best, *_pipeline(run, ranks, cells, cluster, which)])
-    found: Values = (best * (1 + cluster.lateness(space.world)))[of_run]
+    found: Values = (best * (1 + cluster.straggler_delay(space.world)))[of_run]
     return found
 
 

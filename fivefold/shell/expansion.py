@@ -67,10 +67,10 @@ class Expander:
         """The value of a sum."""
         return ShellSum(self.in_quotes(text), self._values.get, self._values.put).value()
 
-    def _told_by(self, command: str) -> str:
+    def _output_of(self, command: str) -> str:
         """The output of a command."""
-        told = self._printed(command)
-        return unknown(f"$({command.strip()})") if told is None else told.rstrip("\n")
+        output = self._printed(command)
+        return unknown(f"$({command.strip()})") if output is None else output.rstrip("\n")
 
     def _split(self, word: str) -> Iterator[str]:
         """The fields of a word; its unquoted parts are cut at white space."""
@@ -151,9 +151,9 @@ class Expander:
         elif piece.startswith("$(("):
             yield self.sum(piece[3:-2]), quoted, False
         elif piece.startswith("$("):
-            yield self._told_by(piece[2:-1]), quoted, False
+            yield self._output_of(piece[2:-1]), quoted, False
         elif piece.startswith("`"):
-            yield self._told_by(piece[1:-1].replace("\\`", "`")), quoted, False
+            yield self._output_of(piece[1:-1].replace("\\`", "`")), quoted, False
         else:
             inner = piece[2:-1] if piece.startswith("${") else piece[1:]
             found = self._parameter(inner)

@@ -51,12 +51,12 @@ def answer(name: str, words: Sequence[str], given: str | None, folder: str) -> s
     """
     if given is not None:
         reads = _READERS.get(name)
-        told = None if reads is None or list(unknown_names(given)) else reads(words, given)
+        output = None if reads is None or list(unknown_names(given)) else reads(words, given)
     elif name in ("pwd", "realpath", "readlink"):
-        told = _place(name, words, folder)
+        output = _place(name, words, folder)
     else:
-        told = _PRINTED[name](words) if name in _PRINTED else None
-    return told
+        output = _PRINTED[name](words) if name in _PRINTED else None
+    return output
 
 
 def within(folder: str, path: str) -> str:
@@ -94,8 +94,8 @@ def _sum(words: Sequence[str]) -> str | None:
 
 
 def _echo(words: Sequence[str]) -> str:
-    told = " ".join(word for word in words if word not in ("-n", "-e"))
-    return told if "-n" in words else f"{told}\n"
+    output = " ".join(word for word in words if word not in ("-n", "-e"))
+    return output if "-n" in words else f"{output}\n"
 
 
 def formatted(words: Sequence[str]) -> str | None:
@@ -104,16 +104,16 @@ def formatted(words: Sequence[str]) -> str | None:
         return None
     pieces = re.findall(r"%[sd%]|\\.|[^%\\]+", words[0])
     plain = {"%%": "%", "\\n": "\n", "\\t": "\t", "\\\\": "\\"}
-    told, left = "", list(words[1:])
+    output, left = "", list(words[1:])
     while True:
         before = len(left)
         for piece in pieces:
             if piece in ("%s", "%d"):
-                told += left.pop(0) if left else "" if piece == "%s" else "0"
+                output += left.pop(0) if left else "" if piece == "%s" else "0"
             else:
-                told += plain.get(piece, piece)
+                output += plain.get(piece, piece)
         if not left or len(left) == before:
-            return told
+            return output
 
 
 def _numbers(words: Sequence[str]) -> str | None:

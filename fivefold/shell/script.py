@@ -156,10 +156,10 @@ class ShellScript:
         outer, doubts, before = self._output, self._doubts, self.variables.state()
         self._output, self._doubts = Printed(), []
         self._block(block)
-        told = self._output.text if self._output.known else None
+        output = self._output.text if self._output.known else None
         self._output, self._doubts = outer, doubts
         self.variables.put_back(before)
-        return told
+        return output
 
     def _chain(self, parts: Sequence[tuple[str, Statement]]) -> bool:
         found, self._doubts = True, []
@@ -292,8 +292,8 @@ class ShellScript:
             return self._holds(rest[:-1] if name == "[" else rest)
         if name in _OWN:
             return _OWN[name](self, rest)
-        if fields[:2] == ["printf", "-v"] and (told := formatted(fields[3:])) is not None:
-            self.variables.put(fields[2], told)
+        if fields[:2] == ["printf", "-v"] and (output := formatted(fields[3:])) is not None:
+            self.variables.put(fields[2], output)
             return True
         if (inner := _inner(fields)) is not None:
             before = len(self.commands)
@@ -302,8 +302,8 @@ class ShellScript:
                 command[:0] = fields[: fields.index("-c")]
             return True
         if self._output:
-            told = answer(name, rest, self._output.given, self.variables.get("PWD"))
-            return self._output.add(told)
+            output = answer(name, rest, self._output.given, self.variables.get("PWD"))
+            return self._output.add(output)
         self.commands.append(fields)
         if name == "echo" or self.launches(fields):
             return True

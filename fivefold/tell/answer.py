@@ -136,8 +136,8 @@ def reasons(result: SearchResult, changes: Sequence[Sensitivity]) -> list[tuple[
     ]
     if gains:
         words = sorted(gains, key=lambda each: each.seconds)
-        told = (f"{each.change} {percent(each.seconds / best.seconds - 1)}" for each in words)
-        rows.append(("faster", "with " + "; ".join(told)))
+        faster = (f"{each.change} {percent(each.seconds / best.seconds - 1)}" for each in words)
+        rows.append(("faster", "with " + "; ".join(faster)))
     gap = f"by more than {result.behind:.1%}" if result.behind >= 5e-4 else "at all"
     rows.append(
         (

@@ -21,7 +21,7 @@ from fivefold.units import human_bytes, human_seconds
 
 _LAYOUT_SETTINGS = tuple(s for s in SETTINGS.values() if s.name in FIXABLE)
 SOME = 8  # layouts that are predicted again for each change of the cluster
-ALTERNATIVES = 4  # layouts of other meshes that are told of
+ALTERNATIVES = 4  # layouts of other meshes that are shown
 
 
 def differences(base: Prediction, other: Prediction, most: int = 3) -> list[str]:

@@ -185,25 +185,25 @@ def _completed(request: Request, degrees: Change) -> Config:
 
 def _works(request: Request, rules: Iterable[Mistake], *, legal: bool) -> Iterator[str]:
     """Further flags with which some layout fits, the smallest changes first."""
-    told = set[str]()
+    suggested = set[str]()
 
     def new(changes: Iterable[Change]) -> Iterator[str]:
         for change in changes:
             text = _typed(change)
-            if text not in told and _has_plan(request, change):
-                told.add(text)
+            if text not in suggested and _has_plan(request, change):
+                suggested.add(text)
                 yield text
 
     yield from new(_techniques(request) if legal else _by_rules(rules))
     for text in _released(request):
-        if text not in told:
-            told.add(text)
+        if text not in suggested:
+            suggested.add(text)
             yield text
     if legal:  # it also works with more than this many GPUs
         yield from islice(new(_more(request)), 1)
     else:
         yield from new(_around(request))
-    if not told:
+    if not suggested:
         yield from islice(_all_released(request), 1)
 
 

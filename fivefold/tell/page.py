@@ -70,9 +70,9 @@ def waterfall(prediction: Prediction) -> Iterator[str]:
             spans.append((part.name, min(start, clock), part.seconds))
     longest = max([step, *(start + abs(seconds) for _, start, seconds in spans)])
     for name, start, seconds in (*spans, ("step", 0.0, step)):
-        told = f"{human_seconds(seconds)}  {seconds / step:.1%}"
-        drawn = pages.bar(start / longest, abs(seconds) / longest, pages.STEP[name], told)
-        yield pages.row(name, [drawn], told)
+        label = f"{human_seconds(seconds)}  {seconds / step:.1%}"
+        drawn = pages.bar(start / longest, abs(seconds) / longest, pages.STEP[name], label)
+        yield pages.row(name, [drawn], label)
 
 
 def memory_bars(memory: MemoryPrediction) -> Iterator[str]:
@@ -85,14 +85,14 @@ def memory_bars(memory: MemoryPrediction) -> Iterator[str]:
     }
     most = max(memory.capacity, memory.device_total)
     marks = [
-        pages.mark(size / most, told, hard=hard)
-        for size, (told, hard) in zip((room, memory.capacity), limits.items(), strict=True)
+        pages.mark(size / most, label, hard=hard)
+        for size, (label, hard) in zip((room, memory.capacity), limits.items(), strict=True)
     ]
     for rank in memory.ranks:
         bars, left = [], 0.0
         for name, size in rank.parts.items():
-            told = f"{name}: {human_bytes(size)}"
-            bars.append(pages.bar(left / most, size / most, pages.MEMORY[name], told))
+            label = f"{name}: {human_bytes(size)}"
+            bars.append(pages.bar(left / most, size / most, pages.MEMORY[name], label))
             left += size
         yield pages.row(f"rank {rank.pp_rank}", [*bars, *marks], human_bytes(rank.peak))
     yield pages.legend({name: pages.MEMORY[name] for name in names}, limits)

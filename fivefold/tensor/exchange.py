@@ -49,18 +49,18 @@ class Factor(NamedTuple):
         return self.weight_FH if self.of_gradient else self.weight_FH.t()
 
     def read(self, x: Tensor) -> tuple[Kept, Kept]:
-        """The forms of all tokens that this product and dW need."""
+        """The forms of all tokens [T, F or H] that this product and dW need."""
         if not self.of_gradient:
             return self.products.input(x)
         grad = self.products.gradient(x)
         return grad, grad
 
     def taken(self, x: Tensor) -> Kept:
-        """The form of some of the tokens that this product needs."""
+        """The form of some of the tokens, [T, F or H], that this product needs."""
         return self.products.gradient(x) if self.of_gradient else self.products.taken(x)
 
     def kept(self, x: Tensor) -> Kept:
-        """The form of all tokens that dW needs."""
+        """The form of all tokens [T, F or H] that dW needs."""
         return self.products.gradient(x) if self.of_gradient else self.products.kept(x)
 
     @property
@@ -70,7 +70,7 @@ class Factor(NamedTuple):
         return self._replace(products=products)
 
     def times(self, taken: Kept, out: Tensor | None = None) -> Tensor:
-        """The product of some tokens, written into `out` if given."""
+        """The product of some tokens, [T, H] or [T, F], written into `out` if given."""
         if self.of_gradient:
             return self.products.input_gradient(taken, self.weight_FH, out_TH=out)
         return self.products.output(taken, self.weight_FH, self.bias_F, out)

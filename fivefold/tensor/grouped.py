@@ -11,8 +11,8 @@ from fivefold.model.eight_bit.linear import save_linears, saved_linears
 from fivefold.model.leaves import local
 from fivefold.model.moe.grouped import GroupedLinear
 from fivefold.model.products import input_gradients, of_one_input, outputs
-from fivefold.tensor.alone import LinearCall
 from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.one_rank import LinearCall
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import distributed
 from fivefold.model.attention.grouped_query import Attention
 from fivefold.model.transformer import Stage
-from fivefold.tensor.alone import ColumnAlone, RowAlone
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange
-from fivefold.tensor.heads_together import HeadsTogether
-from fivefold.tensor.linear import ColumnParallel, RowParallel, SpreadTokens, WholeRows
+from fivefold.tensor.joint_norm import JointHeadNorm
+from fivefold.tensor.linear import ColumnParallel, GatherFeatures, RowParallel, WholeRows
+from fivefold.tensor.one_rank import LocalColumn, LocalRow
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
 
@@ -29,8 +29,8 @@ def install_deferral(stage: Stage, deferred: DeferredWeights, *, recomputes: boo
         deferred: receives deferred weight gradients.
         recomputes: whether blocks run again, which need not repeat the products that end them.
     """
-    column = ColumnAlone(deferred)
-    row = RowParallel(Exchange(None), deferred) if recomputes else RowAlone(deferred)
+    column = LocalColumn(deferred)
+    row = RowParallel(Exchange(None), deferred) if recomputes else LocalRow(deferred)
     install_ends(stage, deferred)
     for block in stage.blocks:
         block.column, block.row, block.whole = column, row, column
@@ -40,7 +40,7 @@ def install_deferral(stage: Stage, deferred: DeferredWeights, *, recomputes: boo
 
 def install_ends(stage: Stage, deferred: DeferredWeights) -> None:
     """Make dW of the embeddings and of the output layer deferrable, and accumulate it in place."""
-    stage.column = ColumnAlone(deferred)
+    stage.column = LocalColumn(deferred)
     for embedding in (*stage.embeddings, stage.embed_positions):
         if embedding is not None:
             embedding.lookup = VocabularyLookup(None, False, deferred)
@@ -69,8 +69,8 @@ def install_tensor_parallel(
     group, sequence_parallel = groups.tp, exchange.splits_tokens
     assert group is not None, "one rank needs no tensor parallelism"
     column, row = ColumnParallel(exchange, deferred), RowParallel(exchange, deferred)
-    whole = ColumnAlone(deferred)
-    spread = SpreadTokens(group, sequence_parallel)
+    whole = LocalColumn(deferred)
+    spread = GatherFeatures(group, sequence_parallel)
     rank, size = group.rank(), group.size()
     for block in stage.blocks:
         block.column, block.row = column, row
@@ -78,7 +78,7 @@ def install_tensor_parallel(
         block.summed, block.place = partial(all_reduce, group=group), rank
         block.split(rank, size)
         if isinstance(block, Attention):
-            block.norm_together = HeadsTogether(group, block.model)
+            block.norm_together = JointHeadNorm(group, block.model)
     for prediction in stage.predictions:
         prediction.column, prediction.joined = column, WholeRows(group, sequence_parallel)
     _install_vocabulary(stage, group, column)

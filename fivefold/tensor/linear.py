@@ -20,9 +20,9 @@ from fivefold.model.eight_bit.linear import save_linears, saved_linears
 from fivefold.model.layers import Linear
 from fivefold.model.leaves import local
 from fivefold.model.products import Kept
-from fivefold.tensor.alone import LinearCall, call_of
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor
+from fivefold.tensor.one_rank import LinearCall, call_of
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def sum_tokens(x_TH: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> 
 
 
 @dataclass(frozen=True)
-class SpreadTokens:
+class GatherFeatures:
     """The `spread` seam: features that all heads share, for the tokens of all ranks.
 
     This is f, or under sequence parallelism all-gather forward and reduce-scatter backward.

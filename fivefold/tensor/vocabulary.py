@@ -208,7 +208,10 @@ class Entries:
         )
 
     def losses(self, own: Tensor, group: dist.ProcessGroup | None) -> TokenLosses:
-        """The losses, from all ranks' statistics by one all-gather."""
+        """The losses, from all ranks' statistics by one all-gather.
+
+        `own`: [2 or 3, T] this rank's log-sum-exp, target logit and, with smoothing, logit sum.
+        """
         vocab_size, smoothing, z_coeff, _ = self.rule
         lse_T, target_T, *sums = merge_statistics(all_gather(own[None], group))
         loss_T = lse_T - target_T

@@ -4,7 +4,7 @@ import torch
 
 from fivefold.data.packing import Microbatch
 from fivefold.model.batch import Batch
-from fivefold.model.prediction import with_further
+from fivefold.model.prediction import with_mtp_tokens
 
 
 def as_batch(microbatch: Microbatch, step: int, depths: int = 0) -> Batch:
@@ -22,4 +22,4 @@ def as_batch(microbatch: Microbatch, step: int, depths: int = 0) -> Batch:
         loss_weights=None if weights is None else torch.from_numpy(weights),
         step=step,
     )
-    return with_further(batch, depths)
+    return with_mtp_tokens(batch, depths)

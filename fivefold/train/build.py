@@ -29,7 +29,7 @@ from fivefold.train.ranks.rank_env import RankEnv
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of a run is told.
+    """The settings of a run that every rank gets.
 
     Attributes:
         layout: the checked layout.

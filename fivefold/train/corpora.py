@@ -77,7 +77,7 @@ def open_data(config: Config, progress: Progress, tokenizer: Path | None = None)
     training = config.training
     data = prepare(_settings(config, tokenizer), training.seq_length, training.seed, progress)
     _check_vocabulary(config, data.tokenizer)
-    # What is wrong with a split is told before any process starts.
+    # What is wrong with a split is reported before any process starts.
     check_labels(data.train, data.train.num_samples)
     if training.evaluates:
         validation_sets(training, data)

@@ -19,7 +19,7 @@ from fivefold.model.lora import LORA
 from fivefold.model.prediction import valid_by_depth
 from fivefold.optim.adamw import OPTIMIZER, STATES, state_name
 from fivefold.optim.build import build_optimizer
-from fivefold.optim.grad_norm import Departed, clip_, global_grad_norm, zero_if_finite
+from fivefold.optim.grad_norm import NormTerm, clip_, global_grad_norm, zero_if_finite
 from fivefold.optim.loss_scale import LossScaler
 from fivefold.optim.schedule import rates
 from fivefold.parallel_model import ParallelModel
@@ -107,7 +107,7 @@ class Engine:
         scale = tokens.clamp_min(1).double().reciprocal()
         local = self.graphs.run(self._program(len(microbatches)), batches, scale)
         self.model.scaling.agree(self.groups.world)
-        self.optimizer.host.leave_all()
+        self.optimizer.host.offload_gradients()
         optimizer, training = self.layout.config.optimizer, self.layout.config.training
         norm = global_grad_norm(
             self._counted_grads(),
@@ -339,6 +339,6 @@ class Engine:
         away = self.model.offloaded or ()
         return [local_tensor(p) for name, p in self.parameters.items() if name not in away]
 
-    def _counted_grads(self) -> list[tuple[Tensor | Departed, bool]]:
+    def _counted_grads(self) -> list[tuple[Tensor | NormTerm, bool]]:
         records = self.model.records
         return [(self.optimizer.measurable(n), records[n].counted) for n in self.trained]

@@ -27,10 +27,10 @@ from fivefold.train.folder.save_interval import SaveInterval
 from fivefold.train.folder.saved_state import SavedState, read_state, same_model, without_adapters
 from fivefold.train.health.activity import Activity
 from fivefold.train.health.bad_steps import BadSteps
+from fivefold.train.health.learning import LearningChecks
 from fivefold.train.health.not_finite import fill_finite, locate, locate_in_state
 from fivefold.train.health.silent_errors import SilentErrors
 from fivefold.train.health.stragglers import Stragglers
-from fivefold.train.health.vitals import Vitals
 from fivefold.train.machine.garbage import collecting
 from fivefold.train.meters import step_metrics
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
@@ -81,13 +81,13 @@ class Trainer:
     skipped: tuple[int, ...] = field(default=(), init=False)
     _saved: int | None = field(default=None, init=False)
     _steps_here: int = field(default=0, init=False)
-    _vitals: Vitals = field(init=False)
+    _learning: LearningChecks = field(init=False)
     _silent: SilentErrors = field(init=False)
     _bad: BadSteps = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.engine.layout.config
-        self._vitals = Vitals(config.model.vocab_size, config.optimizer.lr)
+        self._learning = LearningChecks(config.model.vocab_size, config.optimizer.lr)
         self._silent = SilentErrors(self.engine, self.loader)
         self._bad = BadSteps(config.training, config.optimizer.loss_scales[1])
 
@@ -362,15 +362,15 @@ class Trainer:
         Raises:
             TrainingError: all gradients have been zero for several steps.
         """
-        symptom = self._vitals.look(result)
-        if symptom is None:
+        problem = self._learning.look(result)
+        if problem is None:
             return
-        what = f"step {self.step}: {symptom.what}"
-        if symptom.fatal and self._checks:
-            raise self._stopped(what, symptom.why)
-        if not symptom.fatal:
+        what = f"step {self.step}: {problem.what}"
+        if problem.fatal and self._checks:
+            raise self._stopped(what, problem.why)
+        if not problem.fatal:
             kept = ("no checkpoint is written meanwhile",) if self._dying else ()
-            self._warn(str(Mistake(what, symptom.why + kept, attempt=self._vitals.attempt)))
+            self._warn(str(Mistake(what, problem.why + kept, attempt=self._learning.attempt)))
 
     def _see_replicas(self, *, saving: bool) -> None:
         """Compare replicas, if that is due.
@@ -385,13 +385,13 @@ class Trainer:
     def _stopped(
         self, what: str, why: Sequence[str], then: str = "", *, passing: bool = False
     ) -> TrainingError:
-        attempt = None if passing else self._vitals.attempt
+        attempt = None if passing else self._learning.attempt
         return stopped(self.checkpointer, what, why, then, attempt)
 
     @property
     def _dying(self) -> bool:
         """Whether gradients have vanished, so that a checkpoint now would replace a better one."""
-        return self._checks and self._vitals.dead > 0
+        return self._checks and self._learning.dead > 0
 
     @property
     def _checks(self) -> bool:

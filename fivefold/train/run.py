@@ -34,8 +34,8 @@ from fivefold.train.folder.lock import FolderInUse, RunLock, claim
 from fivefold.train.folder.origin import Origin, find_origin, is_finished
 from fivefold.train.folder.run_folder import CHECKPOINTS, RunFolder, new_run_path
 from fivefold.train.folder.side_files import keep_side_files
+from fivefold.train.health.stack_sampler import mark_work
 from fivefold.train.health.watchdog import Watchdog
-from fivefold.train.health.witness import mark_work
 from fivefold.train.loop import Trainer
 from fivefold.train.machine.cuda_environment import keep_flight_record
 from fivefold.train.machine.devices import (
@@ -57,7 +57,7 @@ from fivefold.train.ranks.hosts import (
 from fivefold.train.ranks.launch import End, place_name, run_ranks
 from fivefold.train.ranks.rank_env import RankEnv, read_rank_env
 from fivefold.train.ranks.rejoin import Orders, keep_on
-from fivefold.train.ranks.restarts import Again, NextStart, Restarts, restarting
+from fivefold.train.ranks.restarts import NextStart, Restart, Restarts, restarting
 from fivefold.train.ranks.started import run_started
 from fivefold.train.sinks import open_sinks
 from fivefold.units import several
@@ -128,8 +128,8 @@ def _train_here(
     if layout.config.checkpoint.non_persistent_save_interval and max_restarts:
 
         def revive(end: End) -> tuple[Orders | None, str]:
-            again, told = following(end)
-            return (None if again is None else again.orders), told
+            again, message = following(end)
+            return (None if again is None else again.orders), message
 
         end = started(partial(keep_on, partial(_run_ordered, job)), revive=revive)
         return End(0) if following.finished else end
@@ -143,7 +143,7 @@ def _train_here(
 def _run_ordered(job: Job, env: RankEnv, orders: Orders | None) -> int:
     """Train on this rank from the state that `orders` names, else from the job's."""
     if orders is not None:
-        job = replace(job, **Again.of(orders)._asdict())
+        job = replace(job, **Restart.of(orders)._asdict())
     return _join_and_run(job, env)
 
 
@@ -167,11 +167,11 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
         device = join_group(config, env, chosen, bindings)
         hosts = gather_hosts()
         check_alike(given_settings(config), hosts)
-        told = from_first(outcome, dist.group.WORLD)
-        if isinstance(told, FivefoldError):
-            raise told
-        assert told is not None
-        path, origin = told
+        outcome_of_first = from_first(outcome, dist.group.WORLD)
+        if isinstance(outcome_of_first, FivefoldError):
+            raise outcome_of_first
+        assert outcome_of_first is not None
+        path, origin = outcome_of_first
         check_seen(path, hosts)
         job = Job(layout, name, path, origin, chosen, threads, bindings, lock, hosts=hosts)
         if not is_finished(origin, config):
@@ -318,8 +318,8 @@ def _begin(
         console.warning(across)
     if job.origin is not None and job.origin.left_out:
         console.note(f"left out of {job.origin.checkpoints}: {job.origin.left_out}")
-    if job.origin is not None and job.origin.told:
-        console.note(job.origin.told)
+    if job.origin is not None and job.origin.note:
+        console.note(job.origin.note)
     console.note(f"run folder: {folder.path}")
     if trainer.step:
         console.note(f"continues after step {trainer.step}")

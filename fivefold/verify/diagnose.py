@@ -236,13 +236,13 @@ def _loss_findings(
         sums = reference.losses.view(parts, -1).sum(1)
         return float((sums / tokens.view(parts, -1).sum(1).clamp_min(1)).sum())
 
-    told = f"the loss is {result.loss / reference.loss:.4g} times the right one: "
+    scaled = f"the loss is {result.loss / reference.loss:.4g} times the right one: "
     if grid.cp > 1:
         model, deviation = plain_before(config, reference), abs(result.loss - reference.loss)
         for text, loss in losses_by_mistake(config, model, samples, step):
             # It must explain the deviation, which may be small, not only the loss.
             if abs(result.loss - loss / valid_tokens(batch)) <= match * deviation:
-                return [told + text]
+                return [scaled + text]
     if abs(result.loss - reference.loss) <= match * abs(reference.loss):
         return []
     for value, text in (
@@ -252,5 +252,5 @@ def _loss_findings(
         (means(len(samples)) / len(samples), "a mean of the microbatches' means"),
     ):
         if abs(result.loss - value) <= match * abs(value):
-            return [told + text]
-    return [told + "the forward pass itself differs"]
+            return [scaled + text]
+    return [scaled + "the forward pass itself differs"]

@@ -71,11 +71,11 @@ def of_rank(config: Config, batch: Batch, rank: int) -> Batch:
 
 def without_losses(batch: Batch, lost_BS: Tensor) -> Batch:
     """A batch with the losses of some tokens removed, at all depths."""
-    further = batch.further_labels
+    further = batch.mtp_labels
     return replace(
         batch,
         labels=batch.labels.masked_fill(lost_BS, IGNORED),
-        further_labels=None if further is None else further.masked_fill(lost_BS, IGNORED),
+        mtp_labels=None if further is None else further.masked_fill(lost_BS, IGNORED),
     )
 
 
@@ -143,7 +143,7 @@ def _sources(part: MicrobatchShare) -> list[int]:
     """Ranks whose keys reach a rank, in order of arrival, its own first."""
     size = len(part.shards.chunks)
     others = [(part.rank - step) % size for step in range(1, size)]
-    whole = part.shards.sight.whole
+    whole = part.shards.mask.whole
     return [part.rank, *(rank for rank in others if whole or part.shards.sent(rank, part.rank))]
 
 
@@ -174,7 +174,7 @@ class _InRankOrder:
     def _order(self) -> Tensor:
         """The token that is used at each position of a row."""
         chunks = self.shards.chunks
-        order = torch.empty(self.shards.sight.starts[-1], dtype=torch.int64)
+        order = torch.empty(self.shards.mask.starts[-1], dtype=torch.int64)
         for first in range(0, len(chunks), self.inner):
             spans = [span for own in chunks[first : first + self.inner] for span in own]
             exchanged = torch.cat([torch.arange(*span) for span in spans])

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fivefold.context.attention import Across, HeadAssignment, Heads
-from fivefold.context.transport import Backward, Own, Transport
+from fivefold.context.attention import HeadAssignment, KVExchangeAttention, UlyssesAttention
+from fivefold.context.transport import Backward, OwnTokens, Transport
 from fivefold.model.attention.blocks import common
 from fivefold.model.attention.blockwise import Keys
 from fivefold.model.attention.grouped_query import AttentionBlock, Kernel
@@ -30,7 +30,7 @@ def leave_rank_order(engine: Engine) -> None:
     """Leave exchanged tokens in the order of the ranks instead of that of the rows."""
 
     def change(kernel: Kernel) -> Kernel:
-        assert isinstance(kernel, Heads), "only heads are exchanged for tokens"
+        assert isinstance(kernel, UlyssesAttention), "only heads are exchanged for tokens"
         return _RankOrder(kernel.group, kernel.inner, kernel.outer_rank)
 
     _change_kernels(engine, change)
@@ -56,9 +56,9 @@ def _change_kernels(engine: Engine, change: Callable[[Kernel], Kernel]) -> None:
 
 def _change_transports(engine: Engine, wrap: Callable[[Transport], Transport]) -> None:
     def change(kernel: Kernel) -> Kernel:
-        if isinstance(kernel, Across):
-            return Across(wrap(kernel.transport))
-        assert isinstance(kernel, Heads), "a kernel without a transport"
+        if isinstance(kernel, KVExchangeAttention):
+            return KVExchangeAttention(wrap(kernel.transport))
+        assert isinstance(kernel, UlyssesAttention), "a kernel without a transport"
         return replace(kernel, inner=change(kernel.inner))
 
     _change_kernels(engine, change)
@@ -68,12 +68,12 @@ def _change_transports(engine: Engine, wrap: Callable[[Transport], Transport]) -
 class _SkipsLastKeys:
     inner: Transport
 
-    def forward(self, own: Own) -> Iterator[Keys]:
+    def forward(self, own: OwnTokens) -> Iterator[Keys]:
         """All but the last keys, unless they are the only ones."""
         every = list(self.inner.forward(own))
         yield from every[:-1] or every
 
-    def backward(self, own: Own) -> Backward:
+    def backward(self, own: OwnTokens) -> Backward:
         """Unchanged."""
         return self.inner.backward(own)
 
@@ -82,11 +82,11 @@ class _SkipsLastKeys:
 class _LosesGradients:
     inner: Transport
 
-    def forward(self, own: Own) -> Iterator[Keys]:
+    def forward(self, own: OwnTokens) -> Iterator[Keys]:
         """Unchanged."""
         return self.inner.forward(own)
 
-    def backward(self, own: Own) -> Backward:
+    def backward(self, own: OwnTokens) -> Backward:
         """Zero gradients for other ranks' keys."""
         steps = self.inner.backward(own)
         keys = next(steps)
@@ -99,7 +99,7 @@ class _LosesGradients:
                 return end.value
 
 
-def _mine(keys: Keys, own: Own) -> Tensor:
+def _mine(keys: Keys, own: OwnTokens) -> Tensor:
     """1 for the rank's own keys, 0 for others: [L, 1, 1]."""
     mine = [
         float(bool(common(own.part.spans, ((place, place + 1),))))
@@ -109,7 +109,7 @@ def _mine(keys: Keys, own: Own) -> Tensor:
     return own.kv.new_tensor(mine)[:, None, None]
 
 
-class _RankOrder(Heads):
+class _RankOrder(UlyssesAttention):
     def assignment(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> HeadAssignment:
         assignment = super().assignment(part, q_BSND, k_BSGD)
         return _Unordered(**vars(assignment))

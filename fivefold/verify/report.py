@@ -138,11 +138,11 @@ class VerifyReport:
         if self.worst is not None:
             lines += ["", f"worst      {worst_line(self.worst)}"]
         if self.strange:
-            told = [
+            strange = [
                 f"{name} ({error:.1e}, on one device {known:.1e})"
                 for name, error, known in self.strange
             ]
-            lines += ["", f"gradients too far off by themselves: {few(told, 3)}"]
+            lines += ["", f"gradients too far off by themselves: {few(strange, 3)}"]
         if self.diverged:
             lines += ["", f"replicas differ in {few(self.diverged, 3)}"]
         lines += ["", *self.diagnosis] if self.diagnosis else []
@@ -309,8 +309,8 @@ def _elements(difference: Difference) -> int:
 def _kinds(differences: Iterable[Difference]) -> list[str]:
     """The kinds of differences that are compared: loads only with experts, further numbers only if
     there are any."""
-    told = {difference.what for difference in differences}
-    return [what for what in _SHOWN if what in told or what not in ("load", "further")]
+    lines = {difference.what for difference in differences}
+    return [what for what in _SHOWN if what in lines or what not in ("load", "further")]
 
 
 def _diverged(differences: Iterable[Difference]) -> tuple[str, ...]:

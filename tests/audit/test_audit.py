@@ -344,7 +344,7 @@ PREDICTIONS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", chosen(PREDICTIONS, *[*PREDICTIONS][::2]))
-def test_further_predictions_do_what_theory_says(name: str, tmp_path: Path) -> None:
+def test_mtp_modules_do_what_theory_says(name: str, tmp_path: Path) -> None:
     world, family, settings = PREDICTIONS[name]
     model = ModelConfig(**SIZES | FAMILIES[family])
     config = Config(model).with_values(

@@ -224,7 +224,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"ep": 2, "dispatcher": "allgather", "pipeline_schedule": "zb_h1", **STAGES},
     ),
     "parameters sharded": (4, {}, {"ep": 2, "strategy": "optim_grads_params"}),
-    "further predictions": (2, LATENT | {"mtp_num_layers": 1}, {"ep": 2}),
+    "MTP": (2, LATENT | {"mtp_num_layers": 1}, {"ep": 2}),
 }
 
 
@@ -239,7 +239,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         "routed and shared experts again",
         "inputs moved",
         "stages again, flex",
-        "further predictions",
+        "MTP",
         "latents, tp, moe again",
         "halves again, gated, tp, layernorm",
         "halves again, latents gathered",

@@ -39,7 +39,7 @@ def test_what_operations_make_and_give_back_is_counted_to_the_byte(seed: int) ->
                 sizes[number] = kept[number].nbytes
             elif kind == "host":
                 host[:100].copy_(weights)
-                kept[number], _ = link.out(weights)
+                kept[number], _ = link.to_host(weights)
                 sizes[number] = 0
             elif kept:
                 at = random.choice([*kept])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.audit.launches import Launches, LayerLaunches
-from fivefold.audit.report import Outlook, audit
+from fivefold.audit.report import PlannerEstimate, audit
 from fivefold.check import check
 from fivefold.config.sources import read_config
 from fivefold.report.audited import layer_operations
@@ -73,7 +73,7 @@ def test_a_report_tells_what_the_planner_takes_and_what_was_counted(tmp_path: Pa
     layers = config.model.num_layers * microbatches
     assert layers * (forward.measured + backward.measured) < total
     # So slow a host launches for half of the step.
-    slow = Outlook(2.0, (1.0, 3.0), [0.0], host_operation=1.0 / total)
+    slow = PlannerEstimate(2.0, (1.0, 3.0), [0.0], host_operation=1.0 / total)
     report = audit("", layout, records, None, slow)
     (note,) = (f.note for f in report.findings if f.name == "launches of the step")
     assert note.endswith("launching takes the host 1.0 s, 50% of the predicted step")

@@ -54,7 +54,7 @@ def test_many_steps_do_what_theory_says(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", chosen(CASES, "one rank, balanced, recomputed", "further predictions", "alltoall of 4")
+    "name", chosen(CASES, "one rank, balanced, recomputed", "MTP", "alltoall of 4")
 )
 def test_frozen_experts_do_what_theory_says(name: str, tmp_path: Path) -> None:
     world, model, values = CASES[name]

@@ -185,14 +185,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {PP: 2, SCHEDULE: "sliced_1f1b", "num_sequence_slices": 2, ZERO: "optim_grads_params"},
     ),
-    "further predictions, tp": (2, {TP: 2, "mtp_num_layers": 2}),
-    "further predictions, tp + sp, layers recomputed": (2, SP | FULL | {"mtp_num_layers": 1}),
-    "further predictions, pp, copies of the embedding": (4, {PP: 4, STAGES: "Ett|t|tmm|L"} | MTP),
-    "further predictions, pp, tied, both copies of the model": (
+    "MTP, tp": (2, {TP: 2, "mtp_num_layers": 2}),
+    "MTP, tp + sp, layers recomputed": (2, SP | FULL | {"mtp_num_layers": 1}),
+    "MTP, pp, copies of the embedding": (4, {PP: 4, STAGES: "Ett|t|tmm|L"} | MTP),
+    "MTP, pp, tied, both copies of the model": (
         4,
         {PP: 4, STAGES: "Ett|tt|mm|L", SCHEDULE: "dualpipe", "global_batch_size": 8} | MTP | GPT,
     ),
-    "further predictions, optim_grads_params": (2, {ZERO: "optim_grads_params"} | MTP),
+    "MTP, optim_grads_params": (2, {ZERO: "optim_grads_params"} | MTP),
     "stages kept gathered": (
         4,
         {
@@ -317,7 +317,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     chosen(
         CASES,
         "no_shard, bf16 on the wire",
-        "further predictions, pp, copies of the embedding",
+        "MTP, pp, copies of the embedding",
         "stages kept gathered",
         "tp + sp, pairs of layers recomputed in tiles",
         "cp by Ulysses over more ranks than key/value heads",

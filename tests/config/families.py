@@ -903,11 +903,11 @@ MORE: Mapping[str, Mapping[str, dict[str, Any]]] = {
         },
         "latents of experts": {"moe_latent_size": 12},
         "no experts": {"hybrid_override_pattern": "MM*-", "n_groups": 1},
-        "further predictions": {
+        "MTP": {
             "num_nextn_predict_layers": 2,
             "mtp_layers_block_type": ["full_attention", "moe", "mamba"],
         },
-        "a further prediction, by letters": {
+        "MTP, by letters": {
             "num_nextn_predict_layers": 1,
             "mtp_hybrid_override_pattern": "*-",
         },

@@ -7,7 +7,7 @@ import pytest
 
 from fivefold.check import check
 from fivefold.config.megatron_job.arguments import read_job
-from fivefold.config.megatron_job.command import Around
+from fivefold.config.megatron_job.command import ScriptEnvironment
 from fivefold.config.megatron_job.settings import translate
 from fivefold.config.sources import read_config
 from fivefold.config.translation import Translation
@@ -71,7 +71,7 @@ def of(
     lines = (f"{name}: {value}" for name, value in {**FIELDS, **fields}.items())
     (root / "configs/models/a/small.yaml").write_text("\n".join(lines))
     text = SCRIPT.replace("MODEL", model).replace("MORE", more)
-    return translate(read_job(text, Around({}, (), root / "examples/a/job.sh")))
+    return translate(read_job(text, ScriptEnvironment({}, (), root / "examples/a/job.sh")))
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,10 @@ def test_the_file_of_a_model_counts_more_than_its_flags(checkout: Path, model: s
 def test_a_checkout_is_found_by_its_variable(checkout: Path, tmp_path: Path) -> None:
     of(checkout)
     text = SCRIPT.replace("MODEL", "--model-name small").replace("MORE", "")
-    there = Around({"LOONGFORGE_PATH": str(checkout)}, (), tmp_path / "job.sh")
+    there = ScriptEnvironment({"LOONGFORGE_PATH": str(checkout)}, (), tmp_path / "job.sh")
     assert translate(read_job(text, there)).values["num_layers"] == 8
     with pytest.raises(ConfigError, match=r"--model-name small names a file(.|\n)*LOONGFORGE_PATH"):
-        read_job(text, Around({}, (), tmp_path / "job.sh"))
+        read_job(text, ScriptEnvironment({}, (), tmp_path / "job.sh"))
 
 
 @pytest.mark.parametrize(

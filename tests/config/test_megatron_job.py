@@ -16,7 +16,7 @@ from benchmarks.export_combinations import combinations
 from benchmarks.translations import command_of, differing
 from fivefold.check import check
 from fivefold.config.megatron_job.arguments import job_of, read_job
-from fivefold.config.megatron_job.command import Around
+from fivefold.config.megatron_job.command import ScriptEnvironment
 from fivefold.config.megatron_job.release import Argument, known
 from fivefold.config.megatron_job.settings import Translation, translate
 from fivefold.config.sources import read_config
@@ -239,7 +239,7 @@ def test_what_is_made_again_is_not_offloaded_besides() -> None:
         )
     )
     assert [line for line in found.lost if "offload" in line] == [
-        "offload_modules qkv_linear: recompute_modules layernorm makes again what they would move"
+        "offload_modules qkv_linear: recompute_modules layernorm recomputes what they would move"
     ]
     assert list(found.values["offload_modules"]) == ["attn_norm", "mlp_norm"]
     check(read_config(**found.values), 16)
@@ -304,7 +304,7 @@ srun bash -c "torchrun --nproc_per_node $GPUS --nnodes $SLURM_NNODES $CMD --voca
 
 
 def test_a_script_is_read_as_its_command() -> None:
-    job = read_job(SCRIPT, Around({"TP": "2"}, ["1000"]))
+    job = read_job(SCRIPT, ScriptEnvironment({"TP": "2"}, ["1000"]))
     found = translate(job)
     assert found.ranks == 8
     assert found.values["tensor_model_parallel_size"] == 2
@@ -326,9 +326,9 @@ def test_sizes_in_a_file_beside_the_script_are_found_or_the_file_is_named(tmp_pa
       --train-iters 10 --lr 1e-3 --data-path $HERE/corpus --vocab-size $(echo "4 * 250" | bc)
     """
     with pytest.raises(ConfigError, match=rf"num_layers(.|\n)*source {tmp_path}/sizes.sh"):
-        translate(read_job(text, Around(script=job)))
+        translate(read_job(text, ScriptEnvironment(script=job)))
     (tmp_path / "sizes.sh").write_text(f'SIZES="{sizes}"\n')
-    values = translate(read_job(text, Around(script=job))).values
+    values = translate(read_job(text, ScriptEnvironment(script=job))).values
     told = {"num_layers": 4, "vocab_size": 1000, "data_path": (f"{tmp_path}/corpus",)}
     assert {name: values[name] for name in told} == told
 
@@ -356,7 +356,7 @@ def test_a_file_of_arguments_is_read_as_its_command() -> None:
       --data-path: $DATA
     """
     text = "\n".join(line[4:] for line in lines.splitlines())
-    found = translate(read_job(text, Around({"H": "64"})))
+    found = translate(read_job(text, ScriptEnvironment({"H": "64"})))
     told = {"hidden_size": 64, "precision": "bf16", "rampup_batch_size": (8, 8, 80)}
     told |= {"recompute_modules": ("moe_act", "mlp"), "moe_layer_freq": "([0]*1+[1]*3)"}
     assert {name: found.values[name] for name in told} == told

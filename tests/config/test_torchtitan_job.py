@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fivefold.check import check
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.megatron_job.command import Around
+from fivefold.config.megatron_job.command import ScriptEnvironment
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.sources import read_config, to_toml
@@ -367,7 +367,7 @@ def test_a_script_changes_a_file_as_torchtitan_does(tmp_path: Path) -> None:
         f'--job.config_file "$C" {flags}\n',
     ):
         assert is_text_of_torchtitan(script, "job.sh")
-        job = job_of_script(script, Around(script=tmp_path / "scripts" / "job.sh"))
+        job = job_of_script(script, ScriptEnvironment(script=tmp_path / "scripts" / "job.sh"))
         assert job.ranks == 16
         assert job.get("training.steps") == 7 and job.get("optimizer.lr") == 1e-3
         assert job.get("compile.enable") is False and job.get("model.converters") == ["a", "b"]
@@ -457,7 +457,7 @@ def test_unknown_settings_are_named_with_what_is_meant() -> None:
 def test_a_recipe_is_no_job(tmp_path: Path) -> None:
     recipe = to_toml(read_config(model="debug-llama"))
     with pytest.raises(ConfigError, match="recipe of Fivefold's already"):
-        read_text_of_torchtitan(recipe, "a.toml", Around())
+        read_text_of_torchtitan(recipe, "a.toml", ScriptEnvironment())
 
 
 def test_rates_are_those_of_its_scheduler() -> None:

@@ -12,7 +12,7 @@ from fivefold.context.balance import split
 from fivefold.context.install import make_kernel
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.groups import build_groups
-from fivefold.model.attention.blocks import Sight
+from fivefold.model.attention.blocks import DocumentMask
 from fivefold.model.attention.grouped_query import Scope
 from fivefold.model.attention.scores import USUAL, Scores
 from fivefold.model.batch import Batch, Documents, taken
@@ -80,9 +80,9 @@ def documents_of(case: Case) -> Documents | None:
 def part_of(case: Case, ranks: int, rank: int) -> MicrobatchShare:
     documents = documents_of(case)
     if documents is None:
-        sight = Sight((0, case.length), case.window)
-        return MicrobatchShare(split(case.rows, sight, ranks), rank)
-    return MicrobatchShare(split(1, Sight(documents.starts, case.window), ranks), rank)
+        mask = DocumentMask((0, case.length), case.window)
+        return MicrobatchShare(split(case.rows, mask, ranks), rank)
+    return MicrobatchShare(split(1, DocumentMask(documents.starts, case.window), ranks), rank)
 
 
 def errors(rank: int, world: int, cases: list[Case]) -> list[float]:

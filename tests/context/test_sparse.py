@@ -20,9 +20,9 @@ from fivefold.description.sparse import SparseAttention
 from fivefold.model.attention.chosen import places
 from fivefold.model.attention.grouped_query import Scope
 from fivefold.model.attention.scores import Scores
-from fivefold.model.attention.sparse import Choosing, Index, IndexerTraining
+from fivefold.model.attention.sparse import ChoiceSettings, Index, IndexerTraining
 from fivefold.model.batch import Documents
-from fivefold.model.context import Noted
+from fivefold.model.context import BackwardLosses
 
 ROWS, LENGTH, HEADS, INDEX_HEADS, DIM, PLAIN, VALUES, LATENT, ROTARY = 2, 17, 3, 2, 4, 5, 7, 6, 2
 SIZES = {
@@ -47,9 +47,9 @@ def passed(seed: int, topk: int, taught: bool, starts: Sequence[int], alone: boo
     made = {n: torch.randn(s, generator=draw, dtype=torch.float64) for n, s in SIZES.items()}
     made["index_k"][:, ::3] = 0.0  # equal scores, of which the first count
     read = {name: x.requires_grad_() for name, x in made.items()}
-    noted = Noted()
+    noted = BackwardLosses()
     training = IndexerTraining(0.3, True, None, HEADS, lambda x: x, noted) if taught else None
-    rule = Choosing(INDEX_HEADS, topk, 0.7, training)
+    rule = ChoiceSettings(INDEX_HEADS, topk, 0.7, training)
     index = Index(read["index_q"], read["index_k"], read["index_w"], rule)
     documents = Documents((0, *starts, ROWS * LENGTH), ROWS) if starts else None
     scope = Scope(documents, index=index, scores=Scores(0.4, None))

@@ -315,7 +315,7 @@ def test_where_it_goes_on_is_told(tmp_path: Path) -> None:
     found = find_origin(config, tmp_path)
     assert found is not None and found.foreign and not found.weights_only
     assert found.step == STEP
-    assert "after 3 steps" in found.told and "sample is number 13 of" in found.told
+    assert "after 3 steps" in found.note and "sample is number 13 of" in found.note
 
 
 @pytest.fixture
@@ -408,7 +408,7 @@ def test_bytes_that_changed_are_an_error_or_without_effect(tmp_path: Path) -> No
 def test_weights_alone_are_weights_alone(copied: Callable[..., Config], tmp_path: Path) -> None:
     config = copied("tied", _without("optimizer."), lambda common: common.pop("optimizer"))
     found = find_origin(config, tmp_path)
-    assert found is not None and found.weights_only and "has weights alone" in found.told
+    assert found is not None and found.weights_only and "has weights alone" in found.note
 
 
 def test_iterations_that_took_no_step_are_none(
@@ -418,7 +418,7 @@ def test_iterations_that_took_no_step_are_none(
     later = {"iteration": STEP + 2}
     found = find_origin(copied("tied", common=lambda common: common.update(later)), tmp_path)
     assert found is not None and found.step == STEP
-    assert "after 3 steps and 2 iterations that changed no weight" in found.told
+    assert "after 3 steps and 2 iterations that changed no weight" in found.note
     young = later | {"opt_param_scheduler": {"num_steps": (STEP + 2) * SAMPLES}}
     with pytest.raises(CheckpointError, match="its moments began later than its learning rate"):
         find_origin(copied("tied", common=lambda common: common.update(young)), tmp_path)

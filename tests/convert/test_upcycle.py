@@ -41,7 +41,7 @@ EXACT: dict[str, tuple[ModelConfig, int]] = {
     "one expert a token": (replace(GATED, moe_router_topk=1), 1),
     "some dense layers": (replace(GATED, moe_layer_freq="[0,1,0]"), 1),
     "numbers of layers": (replace(GATED, layer_scalar=0.75), 1),
-    "further predictions": (replace(GATED, mtp_num_layers=1), 1),
+    "MTP": (replace(GATED, mtp_num_layers=1), 1),
     "all experts before the softmax": (
         replace(GATED, moe_router_topk=6, moe_router_pre_softmax=True, activation_func="silu"),
         1,

@@ -63,7 +63,7 @@ def test_what_is_off_the_device_is_told() -> None:
     host, disk = "in host memory a rank", "on a disk a rank"
     assert not {host, disk} & told().keys()
     away = told(optimizer_cpu_offload=True)
-    assert away[host] == "offloaded masters and moments, and room for gradients"
+    assert away[host] == "offloaded masters and moments, and buffers for gradients"
     assert disk not in away
     away = told(offload_optimizer_states=True, optimizer_offload_path="/tmp")
     assert "from the disk" in away[host] and away[disk] == "offloaded masters and moments"

@@ -9,7 +9,7 @@ import torch
 from fivefold.audit.watch import replaced
 from fivefold.memory.host import HostLink
 from fivefold.mesh.collectives import Messages, Pending
-from fivefold.pipeline.run.messages import Mail
+from fivefold.pipeline.run.messages import StepMessages
 
 
 def _nothing(*_: Any) -> None:
@@ -19,7 +19,7 @@ def _nothing(*_: Any) -> None:
 FORGOTTEN: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "collectives": lambda: replaced(Pending, "wait", lambda pending: pending.finish()),
     "messages": lambda: replaced(Messages, "wait", _nothing),
-    "stages": lambda: replaced(Mail, "wait", _nothing),
+    "stages": lambda: replaced(StepMessages, "wait", _nothing),
     "copies": lambda: replaced(HostLink, "wait", _nothing),
     "streams": lambda: replaced(torch.cuda.Stream, "wait_stream", _nothing),
     "events": lambda: replaced(torch.cuda.Stream, "wait_event", _nothing),

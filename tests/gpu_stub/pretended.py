@@ -26,7 +26,7 @@ def pretending() -> Iterator[None]:
     experts and ranks have equally many rows, and Sinkhorn's rounds end."""
     with ExitStack() as stack:
         stack.enter_context(replaced(DeviceResult, "read", _read))
-        stack.enter_context(replaced(dispatch._Way, "_moved", _moved))
+        stack.enter_context(replaced(dispatch._RowExchange, "_moved", _moved))
         stack.enter_context(replaced(dispatch, "join", _join))
         for module in (dispatch, experts):
             stack.enter_context(replaced(module, "by_expert", _by_expert))
@@ -39,7 +39,7 @@ def pretending() -> Iterator[None]:
 
 _read_memory = DeviceResult.read
 _find = Tensor.nonzero
-_move = dispatch._Way._moved
+_move = dispatch._RowExchange._moved
 _sort = experts.by_expert
 _put_together = dispatch.join
 

@@ -46,8 +46,10 @@ def test_gradients_are_the_same_up_to_rounding(model: Any) -> None:
     plain, moved = _grads(build(model)), _grads(_moving(EVERY, model=model, share=0.3)[0])
     assert plain.keys() == moved.keys()
     again = _moving(EVERY, model=model)[0]
-    remade = MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp", "core_attn"))
-    install_recompute(again, remade)
+    recomputing = MemoryConfig(
+        recompute_granularity="selective", recompute_modules=("mlp", "core_attn")
+    )
+    install_recompute(again, recomputing)
     both = _grads(again)
     largest = max(grad.abs().max() for grad in plain.values())
     for name, grad in plain.items():
@@ -68,17 +70,17 @@ BYTES = {
 def test_the_inputs_of_a_module_move_and_no_parameter(module: OffloadModule) -> None:
     stage, host = _moving((module,), least=8 * T + 1)  # row statistics of norms stay
     _grads(stage)
-    assert host.link.out_bytes == BYTES[module]
+    assert host.link.to_host_bytes == BYTES[module]
 
 
 def test_small_tensors_and_evaluations_move_nothing() -> None:
     stage, host = _moving(EVERY, least=1 << 20)
     _grads(stage)
-    assert host.link.out_bytes == 0
+    assert host.link.to_host_bytes == 0
     stage, host = _moving(EVERY)
     with torch.no_grad():
         stage(None, batch_of(MODEL, [[12]]))
-    assert host.link.out_bytes == 0
+    assert host.link.to_host_bytes == 0
 
 
 SIZES = (MODEL.k_size, MODEL.hidden_size, MODEL.q_size)
@@ -99,7 +101,7 @@ def test_tensors_of_fewer_bytes_stay_as_the_planner_counts(least: int, share: fl
     )
     running = Running(12, 8, 8, memory=memory, microbatch_tokens=T)
     counted = total(total(saved_activations(MODEL, n, running)) for n in range(5))
-    assert host.link.out_bytes == T * counted.offloaded
+    assert host.link.to_host_bytes == T * counted.offloaded
 
 
 def test_views_of_one_memory_move_together_or_not_at_all() -> None:
@@ -111,7 +113,7 @@ def test_views_of_one_memory_move_together_or_not_at_all() -> None:
     for least, bytes_ in ((x.nbytes, x.nbytes), (x.nbytes + 1, 0)):
         host = Host(CPU, least)
         host.moving(views)(x).sum().backward()
-        assert host.link.out_bytes == bytes_
+        assert host.link.to_host_bytes == bytes_
 
 
 def _alive(stage: Stage) -> int:
@@ -141,7 +143,7 @@ def test_memory_that_is_saved_twice_moves_once_and_comes_back_before_it_is_neede
     second = host.moving(torch.exp)  # saves its result
     x = torch.randn(8, dtype=torch.float64, requires_grad=True)
     y = second(first(x))
-    assert host.link.out_bytes == 4 * x.nbytes
+    assert host.link.to_host_bytes == 4 * x.nbytes
     y.sum().backward()
     (true,) = torch.autograd.grad((x.sin() * x.cos()).exp().sum(), x)
     assert x.grad is not None and torch.equal(x.grad, true)
@@ -157,6 +159,6 @@ def test_copies_beside_compute_change_nothing() -> None:
     host = Host(torch.device("cuda"), 1)
     install_offload(stage, MemoryConfig(offload_modules=EVERY), host)
     stage(None, batch).backward()
-    assert host.link.out_bytes
+    assert host.link.to_host_bytes
     for name, parameter in stage.named_parameters():
         torch.testing.assert_close(parameter.grad, true[name])

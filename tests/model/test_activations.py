@@ -195,15 +195,15 @@ def test_what_is_made_again_is_not_kept(module: RecomputeModule, gone: set[str])
     memory = MemoryConfig(recompute_granularity="selective", recompute_modules=(module,))
     plain = saved_activations(model, layer, Running(4096))
     saved = saved_activations(model, layer, Running(4096, memory=memory))
-    assert {name for name, item in saved.items() if item.remade} == gone
-    assert all(saved[name].remade == plain[name].kept for name in gone)
+    assert {name for name, item in saved.items() if item.recomputed} == gone
+    assert all(saved[name].recomputed == plain[name].kept for name in gone)
     assert all(saved[name] == plain[name] for name in plain if name not in gone)
 
 
 def test_dense_layers_make_their_mlp_again() -> None:
     memory = MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp",))
     saved = saved_activations(PRESETS["llama3-8b"], 0, Running(8192, memory=memory))
-    assert {name for name, item in saved.items() if item.remade} == {"mlp_act", "fc2"}
+    assert {name for name, item in saved.items() if item.recomputed} == {"mlp_act", "fc2"}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_full_recomputation_keeps_inputs(method: Any, number: int, inputs: str) 
         if method == "block" and has_input == "0":
             assert saved == Saved(kept=plain)
         else:
-            assert saved == Saved(kept=2 * H * int(has_input), remade=plain)
+            assert saved == Saved(kept=2 * H * int(has_input), recomputed=plain)
 
 
 def test_offloaded_inputs_leave_the_device() -> None:
@@ -274,11 +274,11 @@ def test_logits_are_what_a_loss_keeps_unless_it_is_fused_with_the_output_layer()
         ]
 
     fused = {"cross_entropy_loss_fusion": True}
-    assert logits() == Saved(kept=2 * V / 8, remade=8 * V / 8)
-    assert logits(**fused) == Saved(kept=2 * V / 8, remade=4 * V / 8)
-    assert logits(**fused, cross_entropy_fusion_impl="linear") == Saved(kept=0, remade=6 * 3072)
+    assert logits() == Saved(kept=2 * V / 8, recomputed=8 * V / 8)
+    assert logits(**fused) == Saved(kept=2 * V / 8, recomputed=4 * V / 8)
+    assert logits(**fused, cross_entropy_fusion_impl="linear") == Saved(kept=0, recomputed=6 * 3072)
     predicting = replace(model, mtp_num_layers=1)
-    assert loss_bytes(predicting, Running(8192))["logits"] == Saved(kept=4 * V, remade=8 * V)
+    assert loss_bytes(predicting, Running(8192))["logits"] == Saved(kept=4 * V, recomputed=8 * V)
 
 
 def test_the_loss_keeps_what_is_counted() -> None:

@@ -12,7 +12,15 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fivefold.model.attention import cuda_kernels, kernels
 from fivefold.model.attention import grouped_query as attention
-from fivefold.model.attention.blocks import Block, Sight, Span, Visibility, common, cut, joined
+from fivefold.model.attention.blocks import (
+    Block,
+    DocumentMask,
+    Span,
+    Visibility,
+    common,
+    cut,
+    joined,
+)
 from fivefold.model.attention.blockwise import local_attention
 from fivefold.model.attention.cuda_kernels import Differentiated, Flex, OwnOnCuda, _seen
 from fivefold.model.attention.grouped_query import Scope
@@ -33,15 +41,15 @@ from tests.model.plain_attention import plain_attention
 from tests.verify.cases import chosen
 
 
-def seen_by_definition(sight: Sight, query: int, key: int) -> bool:
-    document = [sum(start <= x for start in sight.starts) for x in (query, key)]
-    near = sight.window is None or query - key <= sight.window
+def seen_by_definition(mask: DocumentMask, query: int, key: int) -> bool:
+    document = [sum(start <= x for start in mask.starts) for x in (query, key)]
+    near = mask.window is None or query - key <= mask.window
     return document[0] == document[1] and key <= query and near
 
 
-def random_sight(rng: random.Random, length: int) -> Sight:
+def random_sight(rng: random.Random, length: int) -> DocumentMask:
     inner = rng.sample(range(1, length), rng.randint(0, min(4, length - 1)))
-    return Sight((0, *sorted(inner), length), rng.choice([None, rng.randint(1, length)]))
+    return DocumentMask((0, *sorted(inner), length), rng.choice([None, rng.randint(1, length)]))
 
 
 def random_spans(rng: random.Random, length: int) -> tuple[list[Span], list[Span]]:
@@ -55,12 +63,12 @@ def random_spans(rng: random.Random, length: int) -> tuple[list[Span], list[Span
 def test_blocks_hold_each_visible_pair_once_and_no_other(seed: int) -> None:
     rng = random.Random(seed)
     length = rng.randint(2, 24)
-    sight = random_sight(rng, length)
+    mask = random_sight(rng, length)
     queries, keys = random_spans(rng, length)
     q_at = [p for start, stop in queries for p in range(start, stop)]
     k_at = [p for start, stop in keys for p in range(start, stop)]
     found = []
-    for block in cut(queries, keys, sight, tile=rng.choice([1, 2, 3, 8, 64])):
+    for block in cut(queries, keys, mask, tile=rng.choice([1, 2, 3, 8, 64])):
         shape = block.q[1] - block.q[0], block.k[1] - block.k[0]
         seen = visible(block, torch.device("cpu"))
         seen = torch.ones(shape, dtype=torch.bool) if seen is None else seen
@@ -71,7 +79,7 @@ def test_blocks_hold_each_visible_pair_once_and_no_other(seed: int) -> None:
         (i, j)
         for i, query in enumerate(q_at)
         for j, key in enumerate(k_at)
-        if seen_by_definition(sight, query, key)
+        if seen_by_definition(mask, query, key)
     ]
     assert sorted(found) == expected
 
@@ -80,17 +88,17 @@ def test_blocks_hold_each_visible_pair_once_and_no_other(seed: int) -> None:
 def test_area_counts_visible_pairs_and_seen_are_their_keys(seed: int) -> None:
     rng = random.Random(seed)
     length = rng.randint(2, 24)
-    sight = random_sight(rng, length)
+    mask = random_sight(rng, length)
     queries, keys = random_spans(rng, length)
     pairs = [
         (query, key)
         for start, stop in queries
         for query in range(start, stop)
         for key in range(length)
-        if seen_by_definition(sight, query, key)
+        if seen_by_definition(mask, query, key)
     ]
-    assert sum(sight.area(span) for span in queries) == len(pairs)
-    seen = sight.seen(queries)
+    assert sum(mask.area(span) for span in queries) == len(pairs)
+    seen = mask.seen(queries)
     assert seen == joined((key, key + 1) for _, key in pairs)
     held = {key for start, stop in common(keys, seen) for key in range(start, stop)}
     assert held == {k for start, stop in keys for k in range(start, stop)} & {k for _, k in pairs}
@@ -98,11 +106,11 @@ def test_area_counts_visible_pairs_and_seen_are_their_keys(seed: int) -> None:
 
 def test_full_blocks_side_by_side_are_one() -> None:
     """What a zigzag rank computes per ring step is one call: 2 chunks with 1, or 1 with 2."""
-    sight = Sight((0, 16))
+    mask = DocumentMask((0, 16))
     mine = ((4, 8), (8, 12))
-    early = cut(mine, ((0, 4), (12, 16)), sight)
+    early = cut(mine, ((0, 4), (12, 16)), mask)
     assert [(b.q, b.k, b.kind) for b in early] == [((0, 8), (0, 4), Visibility.FULL)]
-    late = cut(((0, 4), (12, 16)), mine, sight)
+    late = cut(((0, 4), (12, 16)), mine, mask)
     assert [(b.q, b.k, b.kind) for b in late] == [((4, 8), (0, 8), Visibility.FULL)]
 
 
@@ -111,7 +119,7 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> lis
     return [torch.randn(s, generator=generator, dtype=dtype) for s in shapes]
 
 
-BLOCKS = cut(((0, 300),), ((0, 300),), Sight((0, 100, 300), 90), tile=150)
+BLOCKS = cut(((0, 300),), ((0, 300),), DocumentMask((0, 100, 300), 90), tile=150)
 """Of every kind."""
 SMALL = cut(((0, 100),), ((0, 100),), Sight((0, 30, 100), 25), tile=50)
 """Of every kind, and of several tiles of a kernel."""
@@ -272,7 +280,7 @@ def test_the_kernel_that_caps_equals_the_plain_one(
     drop = dropping(where) if dropped else None
     kernel = choose_kernel(inputs[0], inputs[2], drop, scores)
     assert isinstance(kernel, OwnOnCuda)
-    blocks = cut(((0, 60),), ((0, 60),), Sight((0, 20, 60), 15), tile=30)
+    blocks = cut(((0, 60),), ((0, 60),), DocumentMask((0, 20, 60), 15), tile=30)
     assert {block.kind for block in blocks} == {*Visibility}
     compare(kernel, inputs, tolerance, blocks, drop, scores)
 
@@ -355,7 +363,9 @@ def test_a_band_is_a_window_as_flash_attention_counts(seed: int) -> None:
     rng = random.Random(seed)
     length = rng.randint(2, 24)
     queries, keys = random_spans(rng, length)
-    blocks = cut(queries, keys, Sight((0, length), rng.randint(1, 8)), tile=rng.choice([2, 3, 8]))
+    blocks = cut(
+        queries, keys, DocumentMask((0, length), rng.randint(1, 8)), tile=rng.choice([2, 3, 8])
+    )
     for block in blocks:
         if block.kind == Visibility.BAND:
             causal, window = _seen(block)
@@ -406,7 +416,7 @@ def test_kernels_for_cuda_are_called_as_they_want(name: str) -> None:
     kernel = kernel_of(name, 0.7)
     assert "CUDA" in KERNELS[name][1](q, k)
     kinds = set()
-    for block in cut(((0, 512),), ((0, 512),), Sight((0, 512), 150), tile=128):
+    for block in cut(((0, 512),), ((0, 512),), DocumentMask((0, 512), 150), tile=128):
         kinds.add(block.kind)
         own, keys = q[:, :, slice(*block.q)], k[:, :, slice(*block.k)]
         out, lse = kernel.forward(own, keys, keys, block)
@@ -427,10 +437,10 @@ def test_local_attention_is_the_definition(
     monkeypatch.setattr(kernels, "ROWS", 3)
     inputs = tensors((2, queries, 4, 6), (2, 20, 2, 6), (2, 20, 2, 6))
     q, k, v = (x.requires_grad_() for x in inputs)
-    documents, sight = None, Sight((0, 20), window)
+    documents, mask = None, DocumentMask((0, 20), window)
     if packed:
         documents = Documents((0, 7, 8, 20, 39, 40), 2)
-        sight = Sight(documents.starts, window)
+        mask = DocumentMask(documents.starts, window)
     names = torch.arange(100, 140).view(2, 20)
     made = Dropout(3, 1, names.flatten(), names.flatten(), names)
     drop = made.heads(dropout, "site", 2, 7) if dropout else None
@@ -439,7 +449,7 @@ def test_local_attention_is_the_definition(
     outs, grads = [], []
     for out in (
         plain_attention(q, k, v, Scope(documents, window, scores=scores), drop),
-        local_attention(q, k, v, sight, drop=drop, scores=scores),
+        local_attention(q, k, v, mask, drop=drop, scores=scores),
     ):
         outs.append(out)
         grads.append(torch.autograd.grad(out, (q, k, v), grad))
@@ -450,7 +460,7 @@ def test_local_attention_is_the_definition(
 def test_values_of_fewer_features_than_queries() -> None:
     """As latent attention has them."""
     q, k, v, grad = tensors((2, 4, 20, 6), (2, 2, 20, 6), (2, 2, 20, 4), (2, 4, 20, 4))
-    (block,) = cut(((0, 20),), ((0, 20),), Sight((0, 20)))
+    (block,) = cut(((0, 20),), ((0, 20),), DocumentMask((0, 20)))
     results = []
     for kernel in (choose_kernel(q, v), Plain()):
         out, lse = kernel.forward(q, k, v, block)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fivefold.config.model import ModelConfig
 from fivefold.model.init import initialise
 from fivefold.model.moe.grouped import COLUMNS, ROWS, GroupedLinear, sums_of_groups
-from fivefold.model.prediction import with_further
+from fivefold.model.prediction import with_mtp_tokens
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral
@@ -47,7 +47,7 @@ def test_no_rows_are_added_one_by_one_in_bf16(model: ModelConfig) -> None:
     stage = Stage(model).bfloat16()
     initialise(stage, seed=1)
     install_deferral(stage, DeferredWeights(), recomputes=False)
-    batch = with_further(batch_of(model, [[5, 7], [12]]), model.mtp_num_layers)
+    batch = with_mtp_tokens(batch_of(model, [[5, 7], [12]]), model.mtp_num_layers)
     with _Sums() as sums:
         stage.objective(stage(None, batch)).backward()
     assert not sums.narrow

@@ -10,7 +10,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.description.shape import ModelParts
 from fivefold.model.batch import Batch
 from fivefold.model.loss import IGNORED
-from fivefold.model.prediction import with_further
+from fivefold.model.prediction import with_mtp_tokens
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, GPT, LLAMA, batch_of, build
 
@@ -129,7 +129,7 @@ def test_losses_and_gradients_are_those_of_the_equations(family: str, depths: in
     lengths = [[4, 1, 5], [10]]
     batch = batch_of(ours.model, lengths)
     assert batch.loss_weights is not None
-    losses = ours(None, with_further(batch, depths))
+    losses = ours(None, with_mtp_tokens(batch, depths))
     expected = torch.stack(
         [
             document_losses(plain, *parts)
@@ -152,17 +152,17 @@ def test_losses_and_gradients_are_those_of_the_equations(family: str, depths: in
 def test_what_is_moved_up_stays_in_its_document() -> None:
     batch = batch_of(LLAMA, [[3, 1, 4], [8]])
     batch = replace(batch, labels=torch.arange(16).view(2, 8), tokens=torch.arange(16).view(2, 8))
-    further = with_further(batch, 2)
-    assert further.further_labels is not None and further.further_tokens is not None
-    assert further.further_labels.tolist() == [
+    further = with_mtp_tokens(batch, 2)
+    assert further.mtp_labels is not None and further.mtp_tokens is not None
+    assert further.mtp_labels.tolist() == [
         [[1, 2, -100, -100, 5, 6, 7, -100], [9, 10, 11, 12, 13, 14, 15, -100]],
         [[2, -100, -100, -100, 6, 7, -100, -100], [10, 11, 12, 13, 14, 15, -100, -100]],
     ]
-    assert further.further_tokens[0].tolist()[0] == [1, 2, 0, 0, 5, 6, 7, 0]
-    short = with_further(replace(batch, documents=None), 9)
-    assert short.further_labels is not None
-    assert short.further_labels[6, 0].tolist() == [7] + [-100] * 7
-    assert bool((short.further_labels[8] == -100).all())
+    assert further.mtp_tokens[0].tolist()[0] == [1, 2, 0, 0, 5, 6, 7, 0]
+    short = with_mtp_tokens(replace(batch, documents=None), 9)
+    assert short.mtp_labels is not None
+    assert short.mtp_labels[6, 0].tolist() == [7] + [-100] * 7
+    assert bool((short.mtp_labels[8] == -100).all())
 
 
 def test_states_pass_a_stage_with_the_head_alone() -> None:
@@ -174,7 +174,7 @@ def test_states_pass_a_stage_with_the_head_alone() -> None:
     last = ModelParts(head=True)
     stages = [build(model, parts) for parts in (first, middle, last)]
     plain = batch_of(model, [[5, 7], [12]])
-    for batch, states in ((with_further(plain, 2), 3), (plain, 1)):
+    for batch, states in ((with_mtp_tokens(plain, 2), 3), (plain, 1)):
         x = stages[0](None, batch)
         assert x.shape == (24, 32)
         x = stages[1](x, batch)

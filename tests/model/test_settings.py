@@ -17,7 +17,7 @@ from fivefold.config.rules.layer_dependents import DECIDES, KINDS
 from fivefold.config.settings import Setting, settings_of
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
-from fivefold.model.prediction import with_further
+from fivefold.model.prediction import with_mtp_tokens
 from tests.model.models import (
     CHUNKED,
     COMMAND,
@@ -178,7 +178,7 @@ CASES = [(s.name, value) for s in settings_of(ModelConfig) for value in _values(
 def _made(model: ModelConfig) -> list[Tensor]:
     """The losses of a model, and all that it holds."""
     stage = build(model)
-    batch = with_further(batch_of(model, [[12], [12]]), model.mtp_num_layers)
+    batch = with_mtp_tokens(batch_of(model, [[12], [12]]), model.mtp_num_layers)
     with torch.no_grad():
         return [stage(None, batch), *stage.state_dict().values()]
 

@@ -20,7 +20,7 @@ from fivefold.description.shape import (
     stage_weights,
     training_flops,
 )
-from fivefold.model.attention.blocks import Sight
+from fivefold.model.attention.blocks import DocumentMask
 from fivefold.model.attention.grouped_query import AttentionBlock
 from fivefold.model.linear_attention.state_layer import StateLayer
 from fivefold.model.transformer import Stage
@@ -35,7 +35,7 @@ PARTS = {
     "ends": ModelParts(embedding=True, head=True),
 }
 MODELS = FAMILIES | {"tied": replace(LLAMA, untie_embeddings_and_output_weights=False)}
-FURTHER = {
+MTP = {
     "whole": None,
     "with the head": ModelParts((2,), head=True, mtp=2),
     "before the head": ModelParts(mtp=2),
@@ -54,7 +54,7 @@ def test_parameters_are_those_of_the_modules(model: ModelConfig, parts: ModelPar
     _are_those_of_the_modules(model, parts)
 
 
-@pytest.mark.parametrize("parts", FURTHER.values(), ids=FURTHER)
+@pytest.mark.parametrize("parts", MTP.values(), ids=MTP)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_so_are_those_of_further_predictions(model: ModelConfig, parts: ModelParts | None) -> None:
     _are_those_of_the_modules(replace(model, mtp_num_layers=2), parts)
@@ -123,7 +123,7 @@ def test_flops_of_stages_add_up_and_causal_attention_is_half() -> None:
 
 def test_flops_of_a_window_are_those_of_the_pairs_in_it() -> None:
     windowed = replace(LLAMA, window_size=100)
-    pairs = Sight((0, 4096), window=100).area((0, 4096)) / 4096
+    pairs = DocumentMask((0, 4096), window=100).area((0, 4096)) / 4096
     ratio = forward_flops(windowed, 4096).attention / forward_flops(LLAMA, 4096).attention
     assert ratio == pytest.approx(pairs / 2048, rel=0.02)
     assert forward_flops(replace(LLAMA, window_size=9000), 4096) == forward_flops(LLAMA, 4096)
@@ -133,7 +133,7 @@ def test_flops_of_a_window_are_those_of_the_pairs_in_it() -> None:
 def test_flops_of_chunks_are_those_of_the_pairs_in_them(chunk: int) -> None:
     """Half a key a query fewer, as everywhere: of itself it sees a half."""
     reach = Reach(chunk=chunk)
-    area = Sight.of((0, 500, 4596), reach).area((500, 4596))
+    area = DocumentMask.of((0, 500, 4596), reach).area((500, 4596))
     assert area / 4096 == pytest.approx(reach.mean_keys(4096) + 0.5)
     chunked = replace(LLAMA, attention_chunk_size=chunk, no_rope_freq="[0,1,0]")
     ratio = forward_flops(chunked, 4096).attention / forward_flops(LLAMA, 4096).attention

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.model.attention.blocks import Sight, cut
+from fivefold.model.attention.blocks import DocumentMask, cut
 from fivefold.model.attention.cuda_kernels import Grads
 from fivefold.model.attention.grouped_query import Scope, attention
 from fivefold.model.attention.kernels import Plain
@@ -47,7 +47,7 @@ class ByDocument:
 
 def _blocks(length: int, at: Pieces):
     """The one block that a short document is."""
-    blocks = cut(((0, length),), ((0, length),), Sight((0, length), at.window), tile=length)
+    blocks = cut(((0, length),), ((0, length),), DocumentMask((0, length), at.window), tile=length)
     assert len(blocks) == 1
     return blocks
 

@@ -71,7 +71,7 @@ BALANCED: dict[str, Any] = {
 }
 LAYOUTS: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
     "one rank, tied": (1, MODELS["gpt"], {}),
-    "stages, further predictions, recomputed": (
+    "stages, MTP, recomputed": (
         2,
         replace(LLAMA, mtp_num_layers=1),
         flags(pp=2, stages="Et|ttmL") | {"recompute_in_flight_limit": 1, "micro_batch_size": 1},

@@ -1,4 +1,4 @@
-"""Muon's arithmetic, and how matrices are dealt out."""
+"""Muon's arithmetic, and how matrices are assigned to ranks."""
 
 from dataclasses import replace
 from itertools import cycle, islice
@@ -14,7 +14,7 @@ from torch import nn
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.training import OptimizerConfig
-from fivefold.counts.matrices import ROUND, Matrix, MatrixDeal, layer_matrices
+from fivefold.counts.matrices import ROUND, Matrix, MatrixAssignment, layer_matrices
 from fivefold.counts.parameters import parameter_records
 from fivefold.errors import FivefoldError
 from fivefold.layout import Layout
@@ -152,10 +152,10 @@ def test_every_matrix_is_put_together_once_from_parts_that_are_all_of_it(
     layout = laid_out(model, ranks, values)
     split = 0
     for holders, matrices in layer_matrices(layout, parameter_records(layout, 0)).values():
-        deal = MatrixDeal.of(matrices, holders)
-        dealt = [matrix.name for each in deal.rounds for matrix, _ in each]
-        assert sorted(dealt) == sorted(m.name for m in matrices if m.is_split)
-        split += len(dealt)
+        assignment = MatrixAssignment.of(matrices, holders)
+        assigned = [matrix.name for each in assignment.rounds for matrix, _ in each]
+        assert sorted(assigned) == sorted(m.name for m in matrices if m.is_split)
+        split += len(assigned)
         for matrix in matrices:
             seen, held = torch.zeros(2, *matrix.shape, dtype=torch.int64)
             for rank in range(holders):
@@ -166,12 +166,12 @@ def test_every_matrix_is_put_together_once_from_parts_that_are_all_of_it(
             assert matrix.is_split == (matrix.size(0) < prod(matrix.shape))
         # What is put together has been sent or was there, and goes back to all who hold it.
         gathered = returned = 0
-        for matrix, owner in (each for dealt in deal.rounds for each in dealt):
+        for matrix, owner in (each for assigned in assignment.rounds for each in assigned):
             others = [rank for rank in range(holders) if rank != owner]
             gathered += sum(matrix.size(rank) * matrix.sends(rank) for rank in others)
             returned += sum(map(matrix.size, others))
-        assert gathered == sum(map(deal.gathered, range(holders)))
-        assert returned == sum(map(deal.returned, range(holders)))
+        assert gathered == sum(map(assignment.gathered, range(holders)))
+        assert returned == sum(map(assignment.returned, range(holders)))
     assert split
 
 
@@ -180,15 +180,17 @@ def test_every_matrix_is_put_together_once_from_parts_that_are_all_of_it(
 def test_work_is_even_and_little_is_whole_at_once(count: int, side: int) -> None:
     """No rank has more than a matrix more than another, in small and in large ones."""
     ranks = 4
-    deal = MatrixDeal.of([Matrix(f"{n}", (side, side), shards=ranks) for n in range(count)], ranks)
-    owners = [owner for dealt in deal.rounds for _, owner in dealt]
+    assignment = MatrixAssignment.of(
+        [Matrix(f"{n}", (side, side), shards=ranks) for n in range(count)], ranks
+    )
+    owners = [owner for assigned in assignment.rounds for _, owner in assigned]
     loads = [owners.count(rank) for rank in range(ranks)]
     assert max(loads) - min(loads) <= 1
-    for dealt in deal.rounds:
+    for assigned in assignment.rounds:
         for rank in range(ranks):
-            whole = [prod(matrix.shape) for matrix, owner in dealt if owner == rank]
+            whole = [prod(matrix.shape) for matrix, owner in assigned if owner == rank]
             assert len(whole) < 2 or sum(whole) <= ROUND
-    assert len(deal.rounds) == (-(-count // ranks) if side * side > ROUND else 1)
+    assert len(assignment.rounds) == (-(-count // ranks) if side * side > ROUND else 1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fivefold.config import memory
 from fivefold.config.config import Config
 from fivefold.counts.shards import ShardPlace
 from fivefold.counts.state import model_state
-from fivefold.data_parallel.away import AwayShards
+from fivefold.data_parallel.offloaded_shards import OffloadedShards
 from fivefold.errors import FivefoldError
 from fivefold.memory.parameters import OffloadedParameters
 from fivefold.mesh.slices import local_tensor
@@ -62,11 +62,11 @@ def _state(engine: Engine) -> dict[str, Tensor]:
     return found | {f"to compute with: {n}": engine.weight(n) for n in engine.parameters}
 
 
-def _unforeseen(held: OffloadedParameters, block: AwayShards) -> None:
+def _unforeseen(held: OffloadedParameters, block: OffloadedShards) -> None:
     raise AssertionError(f"{block.names[0]} is not of the block that the program reads next")
 
 
-@patch.object(OffloadedParameters, "_turn_to", _unforeseen)
+@patch.object(OffloadedParameters, "_skip_to", _unforeseen)
 def _every_way(rank: int, world: int, settings: Config) -> None:
     """Trains with all state on the device, and off it with updates on the host and the device."""
     plain = _engine(settings.with_values(**HERE), rank, world)
@@ -85,7 +85,7 @@ def _every_way(rank: int, world: int, settings: Config) -> None:
         assert plain.steps == away.steps == STEPS
         moved = [n for n in away.parameters if n in away.optimizer.host]
         assert moved and not any(away.parameters[name].grad is not None for name in moved)
-        assert len(away.optimizer.host.state.buckets) > memory.UPDATE_ROOMS
+        assert len(away.optimizer.host.state.buckets) > memory.NUM_UPDATE_BUFFERS
         if settings.memory.param_cpu_offload:
             kept = [away.parameters[name].to_local().untyped_storage().nbytes() for name in moved]
             assert not any(kept) and away.model.offloaded is not None
@@ -339,9 +339,9 @@ def _counted(engine: Engine, rank: int) -> tuple[float, ...]:
     weights = sum(weight.nbytes for weight in held)
     moments = sum(piece.local.nbytes for piece in optimizer.device.state_tensors().values())
     host = sum(tensor.nbytes for tensor in optimizer.host.tensors())
-    rooms = sum(tensor.nbytes for tensor in optimizer.host.rooms())
-    measured = weights, moments, host, optimizer.host.disk_bytes(), rooms
-    return *measured, state.masters, state.optimizer, state.host, state.disk, state.rooms
+    buffers = sum(tensor.nbytes for tensor in optimizer.host.update_buffers())
+    measured = weights, moments, host, optimizer.host.disk_bytes(), buffers
+    return *measured, state.masters, state.optimizer, state.host, state.disk, state.update_buffers
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.config import memory
-from fivefold.config.memory import update_rooms
+from fivefold.config.memory import update_buffers
 from fivefold.config.training import BLOCK
 from fivefold.memory.host import HostLink
 from fivefold.model.seeds import derive_seed
@@ -76,17 +76,17 @@ def test_buckets_follow_each_other_and_cut_between_rows_and_vectors(
 
 
 @given(shapes=SHAPES, limit=st.integers(1, 9000))
-def test_every_state_has_its_own_place_and_any_bucket_fits_in_a_room(
+def test_every_state_has_its_own_place_and_any_bucket_fits_in_a_buffer(
     shapes: list[tuple[int, ...]], limit: int
 ) -> None:
     named = {str(place): shape for place, shape in enumerate(shapes)}
     with patch.object(memory, "UPDATE_BUCKET", limit):
         state = OffloadedState(named, _likes_of_all, HostLink(CPU), None, copied=False)
-    room = state.room(lambda numel, dtype: torch.empty(numel, dtype=dtype), gradients=True)
+    buffer = state.buffer(lambda numel, dtype: torch.empty(numel, dtype=dtype), gradients=True)
     for bucket in state.buckets:
         lines = state.lines_of(bucket)
         if prod(bucket.parts[0].shape) <= limit:
-            assert {line: len(part) for line, part in bucket.in_room(room).items()} == {
+            assert {line: len(part) for line, part in bucket.in_buffer(buffer).items()} == {
                 line: len(part) for line, part in lines.items()
             }
         for part in bucket.parts:
@@ -105,9 +105,9 @@ def _likes_of_all(shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 @given(st.integers(0, 1 << 26))
-def test_what_fits_in_one_room_has_one(elements: int) -> None:
-    rooms, each = update_rooms(elements)
-    assert rooms * each >= min(elements, each) and (rooms == 1) == (each == elements)
+def test_what_fits_in_one_buffer_has_one(elements: int) -> None:
+    number, each = update_buffers(elements)
+    assert number * each >= min(elements, each) and (number == 1) == (each == elements)
 
 
 def _bits(place: NamedElements) -> torch.Tensor:

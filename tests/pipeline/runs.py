@@ -16,7 +16,7 @@ from fivefold.model.transformer import Stage
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.run.executor import Executor, Observer
-from fivefold.pipeline.run.turns import Turns
+from fivefold.pipeline.run.interleaver import Interleaver
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.split.stages import StageSpec
@@ -139,7 +139,7 @@ def execute(
         (TOKENS // program.num_slices, MODEL.hidden_size),
         torch.float64,
         torch.device("cpu"),
-        Turns(torch.device("cpu")),
+        Interleaver(torch.device("cpu")),
         observe=observe,
     )
     loss = executor.run(program, batches, torch.tensor(1 / 64, dtype=torch.float64)).loss

@@ -4,7 +4,7 @@ import pytest
 
 from fivefold.pipeline.costs.costs import Costs, Footprint
 from fivefold.pipeline.ir import Program
-from fivefold.pipeline.schedules.automatic import TASTES, AutomaticZeroBubble
+from fivefold.pipeline.schedules.automatic import ALL_OPTIONS, AutomaticZeroBubble
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.simulate import peak_in_flight, simulate
 from fivefold.pipeline.validate import validate
@@ -43,8 +43,8 @@ def test_published_rates_of_automatic_schedules(row):
     ranks, total, costs = int(row[0]), int(row[1]), Costs.uniform(int(row[0]), *row[2:6])
     for cap, rate in ((ranks, row[9]), (2 * ranks, row[10])):
         rates = []
-        for taste in TASTES:
-            run = AutomaticZeroBubble(costs, total, cap, HALF_BY_B, taste)
+        for options in ALL_OPTIONS:
+            run = AutomaticZeroBubble(costs, total, cap, HALF_BY_B, options)
             orders = tuple(tuple(order) for order in run.orders)
             program = Program(tuple(range(ranks)), total, orders)
             result = simulate(program, costs)
@@ -60,8 +60,8 @@ def test_no_bubble_in_the_span_is_not_none_in_a_step_that_is_flushed():
     ranks, total, *costs = ROWS[3][:6]
     costs = Costs.uniform(int(ranks), *costs)
     results = []
-    for taste in TASTES:
-        run = AutomaticZeroBubble(costs, int(total), 2 * ranks, HALF_BY_B, taste)
+    for options in ALL_OPTIONS:
+        run = AutomaticZeroBubble(costs, int(total), 2 * ranks, HALF_BY_B, options)
         orders = tuple(tuple(order) for order in run.orders)
         results.append(simulate(Program(tuple(range(8)), 24, orders), costs))
     best = min(results, key=lambda result: result.span)
@@ -71,5 +71,5 @@ def test_no_bubble_in_the_span_is_not_none_in_a_step_that_is_flushed():
 
 def test_without_room_the_heuristic_gives_up():
     costs = Costs.uniform(4)
-    runs = [AutomaticZeroBubble(costs, 8, 0.5, Footprint(), taste) for taste in TASTES]
+    runs = [AutomaticZeroBubble(costs, 8, 0.5, Footprint(), options) for options in ALL_OPTIONS]
     assert all(run.makespan == float("inf") for run in runs)

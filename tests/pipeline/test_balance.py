@@ -25,7 +25,7 @@ from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.simulate import simulate
 from fivefold.pipeline.split.balance import balance, even_stages, schedule_clock, step_clock, weigh
-from fivefold.pipeline.split.cuts import Room
+from fivefold.pipeline.split.cuts import MemoryLimit
 from fivefold.pipeline.split.layout import SplitSettings
 from fivefold.pipeline.split.stages import Split, layout_string
 
@@ -71,7 +71,7 @@ def test_one_stage_a_rank_is_optimal(embedding, layers, prediction, head, ranks,
     parts, placement = parts_of(embedding, layers, prediction, head), loop_placement(ranks, ranks)
     found = balance(parts, placement)
     assert max(found.loads) == pytest.approx(every_cut(parts, placement), abs=1e-6)
-    room = Room(limit, tuple(float(ranks - stage) for stage in range(ranks)))
+    room = MemoryLimit(limit, tuple(float(ranks - stage) for stage in range(ranks)))
     best = every_cut(parts, placement, room)
     if best == inf:
         with pytest.raises(ConfigError, match="no cut of the model fits"):
@@ -92,7 +92,7 @@ def test_the_memory_that_a_refusal_names_is_enough(seed):
     parts = Parts(part(), tuple(layers), (part(),), part())
     ranks, virtual = random.randint(2, 5), random.randint(2, 3)
     placement = loop_placement(ranks, ranks * virtual)
-    room = Room(0.0, tuple(float(random.randint(1, 6)) for _ in placement))
+    room = MemoryLimit(0.0, tuple(float(random.randint(1, 6)) for _ in placement))
     for limit in (2.0**20, 2.0**33, 2.0**34):
         with contextlib.suppress(ConfigError):
             balance(parts, placement, replace(room, limit=limit))
@@ -161,7 +161,7 @@ def test_two_stages_a_rank_are_nearly_optimal(embedding, layers, head, place):
 def test_room_is_kept_to_where_it_decides():
     """Early stages hold more microbatches, so they get fewer layers than their time allows."""
     parts, placement = parts_of(0, (1,) * 12, (), 0), loop_placement(3, 3)
-    room = Room(12.5, (4.0, 2.0, 1.0))  # embedding, layers and head hold 1 each
+    room = MemoryLimit(12.5, (4.0, 2.0, 1.0))  # embedding, layers and head hold 1 each
     assert [len(s.layers) for s in balance(parts, placement).split.stages] == [4, 4, 4]
     found = balance(parts, placement, room)
     assert [len(s.layers) for s in found.split.stages] == [2, 5, 5]

@@ -16,7 +16,7 @@ from fivefold.model.batch import Batch
 from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.run.executor import Executor
-from fivefold.pipeline.run.turns import Turns
+from fivefold.pipeline.run.interleaver import Interleaver
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.split.stages import StageSpec
@@ -72,7 +72,7 @@ def _ours(rank: int, name: str, placement: tuple[int, ...]) -> dict[str, Tensor]
         (TOKENS, MODEL.hidden_size),
         torch.float64,
         torch.device("cpu"),
-        Turns(torch.device("cpu")),
+        Interleaver(torch.device("cpu")),
     )
     executor.run(
         with_sharding_actions(lower(program)), _batches(), torch.tensor(SCALE, dtype=torch.float64)

@@ -8,7 +8,7 @@ import pytest
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.predict.memory.liveness import Moments, _moments, moments
+from fivefold.predict.memory.liveness import HeldMicrobatches, _moments, moments
 
 P, M = 4, 32
 
@@ -94,7 +94,7 @@ def test_a_program_cut_short_has_the_same_peaks(schedule: str) -> None:
     assert list(map(_seen, cut)) == list(map(_seen, whole))
 
 
-def _seen(rank: Moments) -> set[tuple[object, ...]]:
+def _seen(rank: HeldMicrobatches) -> set[tuple[object, ...]]:
     """Everything that a rank is ever found to hold, with what runs and the phase."""
     held = np.concatenate([rank.kept, rank.inputs, rank.waiting, rank.unmade], axis=1)
     running = [rank.running[which] for which in rank.which]

@@ -248,14 +248,14 @@ def test_the_peak_of_a_long_step_is_that_of_a_short_one(schedule: str) -> None:
 
 
 GROUPED = [replace(SHORT_LLAMA, num_query_groups=groups) for groups in (1, 2, 8)]
-FURTHER = {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Et|ttt|m|L"}
+MTP = {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Et|ttt|m|L"}
 
 
 @pytest.mark.parametrize(
     ("model", "world", "values"),
     [
         *((model, 8, {"tensor_model_parallel_size": 4}) for model in GROUPED),
-        (PRESETS["debug-deepseek-v3"], 8, FURTHER),
+        (PRESETS["debug-deepseek-v3"], 8, MTP),
     ],
 )
 def test_a_ring_has_room_for_two_blocks_and_their_gradients(

@@ -8,7 +8,7 @@ import pytest
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import resolve_model
-from fivefold.counts.matrices import MatrixDeal, layer_matrices
+from fivefold.counts.matrices import MatrixAssignment, layer_matrices
 from fivefold.counts.parameters import parameter_records
 from fivefold.layout import Layout
 from fivefold.predict.cluster_file import load_cluster
@@ -41,12 +41,12 @@ def test_work_is_divided_where_state_is(model: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_the_busiest_rank_has_as_much_as_is_dealt_out_to_it(ranks: int) -> None:
-    """Predicted work is that of the rank to which most is dealt, within a matrix."""
+    """Predicted work is that of the rank to which most is assigned, within a matrix."""
     layout = planned(MODEL, ranks, data_parallel_sharding_strategy="optim_grads")
     (holders, matrices), _ = layer_matrices(layout, parameter_records(layout, 0)).values()
     loads = [0] * holders
     for matrix, owner in (
-        each for dealt in MatrixDeal.of(matrices, holders).rounds for each in dealt
+        each for assigned in MatrixAssignment.of(matrices, holders).rounds for each in assigned
     ):
         loads[owner] += matrix.work
     largest = max(matrix.work for matrix in matrices)

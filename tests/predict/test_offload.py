@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.check import check
 from fivefold.config.config import Config
-from fivefold.config.memory import UPDATE_BUCKET, UPDATE_ROOMS
+from fivefold.config.memory import NUM_UPDATE_BUFFERS, UPDATE_BUCKET
 from fivefold.config.presets import PRESETS
 from fivefold.counts.offload import host_traffic, times_reduced
 from fivefold.counts.policy import engine_policy
@@ -56,9 +56,9 @@ def test_what_visits_the_device_needs_rooms_there_and_passes_the_link_both_ways(
     on_host, visiting = (layout(**ZERO3, **way) for way in (AWAY, VISITING))
     here, there = (peak_memory(each, cluster) for each in (on_host, visiting))
     assert there.host == here.host
-    assert there.worst.parts["optimizer"] == UPDATE_ROOMS * UPDATE_BUCKET * 16
+    assert there.worst.parts["optimizer"] == NUM_UPDATE_BUFFERS * UPDATE_BUCKET * 16
     before, after = (host_traffic(each, 0) for each in (on_host, visiting))
-    assert (after.out, after.back) == (4 * before.out, 8 * before.back)
+    assert (after.to_host, after.to_device) == (4 * before.to_host, 8 * before.to_device)
     policy = engine_policy(visiting.config)
     slow = replace(cluster, host_bandwidth=1e9)
     assert offload_seconds(slow, policy, 1e9) == pytest.approx(16)  # both ways at once
@@ -67,7 +67,7 @@ def test_what_visits_the_device_needs_rooms_there_and_passes_the_link_both_ways(
     on_disk = replace(policy, on_disk=True)
     assert offload_seconds(cluster, on_disk, 1e9) == pytest.approx(24e9 * 8 / 6e9)
     away = host_traffic(layout(**ZERO3, **VISITING, param_cpu_offload=True), 0)
-    assert (away.out - after.out, away.back) == (before.back, after.back)
+    assert (away.to_host - after.to_host, away.to_device) == (before.to_device, after.to_device)
 
 
 def test_the_faster_place_of_updates_depends_on_the_link_and_on_who_shares_the_host() -> None:
@@ -92,8 +92,8 @@ def test_what_lies_on_a_disk_is_counted_there_and_takes_its_time() -> None:
     cluster = preset("H100")
     on_disk = AWAY | {"optimizer_offload_path": "away"}
     here, there = (peak_memory(layout(**ZERO3, **way), cluster) for way in (AWAY, on_disk))
-    gradients, rooms = here.host / 4, UPDATE_ROOMS * UPDATE_BUCKET * 12
-    assert (there.host, there.disk) == (gradients + rooms, 3 * gradients) and here.disk == 0
+    gradients, buffers = here.host / 4, NUM_UPDATE_BUFFERS * UPDATE_BUCKET * 12
+    assert (there.host, there.disk) == (gradients + buffers, 3 * gradients) and here.disk == 0
     for room, fits in ((8 * there.disk, True), (8 * there.disk - 8, False)):
         memory = peak_memory(layout(**ZERO3, **on_disk), replace(cluster, disk_bytes=room))
         assert memory.fits == fits
@@ -144,10 +144,10 @@ def test_the_update_takes_the_traffic_of_host_memory_and_late_gradients_their_co
 def test_gradients_leave_as_often_as_they_are_reduced() -> None:
     once, thrice = (layout(**ZERO3, **AWAY, global_batch_size=n) for n in (8, 24))
     one, three = host_traffic(once, 0), host_traffic(thrice, 0)
-    assert three.out == 3 * one.out and three.back == one.back + 2 * one.out
-    assert host_traffic(layout(**ZERO3), 0).out == 0
+    assert three.to_host == 3 * one.to_host and three.to_device == one.to_device + 2 * one.to_host
+    assert host_traffic(layout(**ZERO3), 0).to_host == 0
     replicas = {"num_distributed_optimizer_instances": 2, "global_batch_size": 24}
-    assert host_traffic(layout(**ZERO3, **AWAY, **replicas), 0).out == 2 * one.out
+    assert host_traffic(layout(**ZERO3, **AWAY, **replicas), 0).to_host == 2 * one.to_host
 
 
 def test_experts_leave_as_often_as_they_are_reduced_also_beside_replicas_of_the_rest() -> None:
@@ -159,7 +159,7 @@ def test_experts_leave_as_often_as_they_are_reduced_also_beside_replicas_of_the_
     traffic = host_traffic(run, 0)
     slow = replace(preset("H100"), host_bandwidth=1e6)  # beside which a backward takes no time
     seconds = {part.name: part.seconds for part in predict(run, slow).parts}
-    leaving = traffic.out / slow.host_bandwidth
+    leaving = traffic.to_host / slow.host_bandwidth
     assert times_reduced(run, experts=False) == 1 < times_reduced(run, experts=True)
     assert leaving <= seconds["offloading"] * 1.01 < 1.3 * leaving
 
@@ -213,8 +213,8 @@ def test_weights_off_the_device_are_counted_where_they_lie_and_come_for_each_gat
             host_traffic(layout(**way, global_batch_size=8 * microbatches), 0)
             for way in (ZERO3 | AWAY, WEIGHTS)
         )
-        assert after.brought == 2 * microbatches * shard and not before.brought
-        assert before.back - after.back == shard and before.out == after.out
+        assert after.weights == 2 * microbatches * shard and not before.weights
+        assert before.to_device - after.to_device == shard and before.to_host == after.to_host
 
 
 def test_weights_that_arrive_late_make_the_step_longer() -> None:
@@ -223,7 +223,7 @@ def test_weights_that_arrive_late_make_the_step_longer() -> None:
     policy = engine_policy(layout(**WEIGHTS).config)
     assert bringing_seconds(slow, policy, 1e9) == copy
     assert bringing_seconds(replace(slow, disk_bandwidth=1e8), policy, 1e9) == copy
-    on_disk = replace(policy, away_on_disk=True)
+    on_disk = replace(policy, weights_on_disk=True)
     assert bringing_seconds(replace(slow, disk_bandwidth=8e8), on_disk, 1e9) == 10 * copy
     assert _on_host(slow, **WEIGHTS) > _on_host(slow, **ZERO3, **AWAY)
     fast = replace(slow, host_bandwidth=1e15, host_memory_bandwidth=None)

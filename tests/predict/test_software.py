@@ -16,7 +16,7 @@ H100 = preset("H100", 64)
 
 def recomputed(software, **settings):
     layout = planned("llama3-8b", 8, mbs=2, gbs=16, **settings)
-    modules = layout.config.memory.remade_modules
+    modules = layout.config.memory.recomputed_modules
     return LayerTimes(layout, H100, software).layer(LayerKind(), modules).recompute.dx
 
 

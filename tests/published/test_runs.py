@@ -444,7 +444,7 @@ def test_a_loss_is_compiled_with_the_model_by_releases_that_do() -> None:
 
 def test_what_a_framework_always_runs_again_is_no_choice_of_a_row() -> None:
     def again(**cells):
-        return only_layout(**cells, zero="1").config.memory.remade_modules
+        return only_layout(**cells, zero="1").config.memory.recomputed_modules
 
     assert again(framework="internlm", recomp="none") == ("layernorm",)
     assert again(framework="megatron", recomp="none") == ()

@@ -299,7 +299,7 @@ def test_gradients_that_leave_are_not_kept_by_those_that_stay() -> None:
     )
     kept = rehearse_rank(layout, 0)
     assert kept.held.get(GRADIENTS, 0) < 0.01 * kept.peak
-    with patch.object(offload, "_stay", _nothing):
+    with patch.object(offload, "_own_memory", _nothing):
         assert rehearse_rank(layout, 0).held[GRADIENTS] > 0.1 * kept.peak
 
 

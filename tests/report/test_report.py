@@ -22,12 +22,12 @@ from fivefold.cli.main import main
 from fivefold.cli.watch import sparkline, view
 from fivefold.config.sources import read_config, to_toml
 from fivefold.errors import DataError
-from fivefold.report import story
+from fivefold.report import history
 from fivefold.report.charts import LAST, MOST_POINTS, charts_of
 from fivefold.report.facts import facts
+from fivefold.report.history import read_history
 from fivefold.report.page import page
 from fivefold.report.settings import run_settings
-from fivefold.report.story import read_story
 
 CHARTS = re.compile(r'const DATA = (\{"runs".*\});')
 
@@ -57,8 +57,8 @@ def charts_in(text: str) -> dict[str, Any]:
 
 
 def test_a_page_shows_what_the_files_say(tmp_path: Path) -> None:
-    story = read_story(a_run(tmp_path / "run"))
-    text = page([story])
+    history = read_history(a_run(tmp_path / "run"))
+    text = page([history])
     charts = {chart["title"]: chart for chart in charts_in(text)["charts"]}
     loss = charts["Loss"]
     assert loss["steps"] == [1, 2, 3, 4, 5]
@@ -82,13 +82,13 @@ def test_a_page_is_in_words(git: object, tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run", tensor_model_parallel_size=2, sequence_parallel=True)
     starts = json.loads((folder / "environment.json").read_text())
     (folder / "environment.json").write_text(json.dumps([starts[0] | {"git": git}]))
-    text = re.sub(r"(?s)<(script|style)>.*?</\1>|<[^>]*>", " ", page([read_story(folder)]))
+    text = re.sub(r"(?s)<(script|style)>.*?</\1>|<[^>]*>", " ", page([read_history(folder)]))
     assert not re.search(r"\b(None|True|False)\b|\('|',\)", text)
 
 
 def test_two_runs_share_charts_and_tell_what_differs(tmp_path: Path) -> None:
-    one = read_story(a_run(tmp_path / "one"))
-    other = read_story(a_run(tmp_path / "other", steps=8, lr=0.004, micro_batch_size=2))
+    one = read_history(a_run(tmp_path / "one"))
+    other = read_history(a_run(tmp_path / "other", steps=8, lr=0.004, micro_batch_size=2))
     text = page([one, other])
     loss = charts_in(text)["charts"][0]
     assert loss["steps"] == [*range(1, 9)]
@@ -113,7 +113,7 @@ def test_nothing_in_a_run_can_break_the_page(tmp_path: Path) -> None:
     metrics = folder / "metrics.jsonl"
     evaluation = json.dumps({"step": 6, f"eval_loss_{evil}": 5.0})
     metrics.write_text(f"{metrics.read_text()}{evaluation}\n")
-    text = page([read_story(folder)])
+    text = page([read_history(folder)])
     assert "alert(1)</script>" not in text and "<b>run" not in text
     assert evil in unescape(text)
     names = {line["name"] for line in charts_in(text)["charts"][0]["lines"]}
@@ -124,10 +124,10 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     for name in ("metrics.jsonl", "environment.json"):
         (folder / name).unlink()
-    assert "No step has ended yet" in page([read_story(folder)])
-    assert view(read_story(folder), 80)[-1] == "no step has ended yet"
+    assert "No step has ended yet" in page([read_history(folder)])
+    assert view(read_history(folder), 80)[-1] == "no step has ended yet"
     with pytest.raises(DataError, match="is not a run folder"):
-        read_story(tmp_path)
+        read_history(tmp_path)
 
 
 def test_a_page_that_cannot_be_written_may_lie_elsewhere(
@@ -175,16 +175,16 @@ def test_any_metrics_make_a_page(
     folder = a_run(tmp_path_factory.mktemp("any") / "run")
     text = "".join(json.dumps({"step": n} | line) + "\n" for n, line in enumerate(lines))
     (folder / "metrics.jsonl").write_text(text)
-    story = read_story(folder)
-    page([story])
-    view(story, 60)
+    history = read_history(folder)
+    page([history])
+    view(history, 60)
 
 
 def test_long_runs_are_thinned_and_smoothed(tmp_path: Path) -> None:
-    story = read_story(a_run(tmp_path / "run", steps=3 * MOST_POINTS))
-    data = charts_in(page([story]))["charts"][0]
+    history = read_history(a_run(tmp_path / "run", steps=3 * MOST_POINTS))
+    data = charts_in(page([history]))["charts"][0]
     assert len(data["steps"]) <= MOST_POINTS + 1
-    lines = {line.name: line for line in charts_of([story])[0].lines}
+    lines = {line.name: line for line in charts_of([history])[0].lines}
     smooth, raw = lines[f"training, mean of {LAST} steps"].values, lines["training"].values
     last = [*raw.values()][-LAST:]
     assert smooth[max(smooth)] == pytest.approx(sum(last) / LAST)
@@ -197,7 +197,7 @@ def test_watch_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "10 of 10" in out and out.rstrip().endswith("finished")
     assert max(map(len, out.splitlines())) <= 80
     assert sparkline([1.0] * 5, 10) == "▁▁▁▁▁"
-    silent = view(read_story(a_run(tmp_path / "other")), 80)[-1]
+    silent = view(read_history(a_run(tmp_path / "other")), 80)[-1]
     assert silent.startswith("2.5") and "left; last step" in silent
 
 
@@ -218,14 +218,14 @@ def test_a_start_shows_its_command_as_it_is_typed(tmp_path: Path) -> None:
     words = ["fivefold", "train", "debug", "--data-path", "my texts", "--split", "$(x)"]
     starts = json.loads((folder / "environment.json").read_text())
     (folder / "environment.json").write_text(json.dumps([starts[0] | {"command": words}]))
-    told = [each.details for each in read_story(folder).happenings if "start" in each.what]
+    told = [each.details for each in read_history(folder).happenings if "start" in each.what]
     assert [shlex.split(line) for line in told] == [words]
 
 
 @pytest.mark.parametrize("steps", [5, 30])
 def test_a_mean_names_the_steps_it_is_of(steps: int, tmp_path: Path) -> None:
-    story = read_story(a_run(tmp_path / "run", steps=steps))
-    assert f"loss, mean of the last {min(steps, LAST)} steps" in dict(facts([story]))
+    history = read_history(a_run(tmp_path / "run", steps=steps))
+    assert f"loss, mean of the last {min(steps, LAST)} steps" in dict(facts([history]))
 
 
 def test_report_writes_where_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_a_browser_draws_every_chart(tmp_path: Path) -> None:
     if browser is None:
         pytest.skip("no browser here")
     file = tmp_path / "page.html"
-    file.write_text(page([read_story(a_run(tmp_path / name)) for name in ("one", "two")]))
+    file.write_text(page([read_history(a_run(tmp_path / name)) for name in ("one", "two")]))
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000")
     done = subprocess.run(
         [browser, *flags, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=60
@@ -258,7 +258,7 @@ def test_only_checkpoints_that_can_be_loaded_are_events(tmp_path: Path) -> None:
         (folder / "checkpoints" / name / "manifest.json").write_text("{}")
     (folder / "checkpoints" / "step-00000009.old.tmp" / "manifest.json").mkdir(parents=True)
     (folder / "errors" / "rank-0.txt").mkdir(parents=True)
-    told = {each.what for each in read_story(folder).happenings}
+    told = {each.what for each in read_history(folder).happenings}
     assert told - {"start on here (CPU)"} == {f"checkpoint of step {n}" for n in (0, 7, 120)}
 
 
@@ -269,15 +269,15 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_no_event(
     manifest = folder / "checkpoints" / "step-00000010" / "manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{}")
-    changed = story._changed
+    changed = history._changed
 
     def slow(path: Path) -> Any:
         if path == manifest:
             shutil.rmtree(manifest.parent)
         return changed(path)
 
-    monkeypatch.setattr(story, "_changed", slow)
-    assert len(read_story(folder).happenings) == 1
+    monkeypatch.setattr(history, "_changed", slow)
+    assert len(read_history(folder).happenings) == 1
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_damaged_files_say_how_to_go_on(
     folder = a_run(tmp_path / "my run")
     (folder / name).write_text(damage((folder / name).read_text()))
     with pytest.raises(DataError, match=said) as caught:
-        read_story(folder)
+        read_history(folder)
     attempt = str(caught.value).split("try: ")[-1]
     subprocess.run(attempt, shell=True, check=True)
-    assert len(read_story(folder).steps) == left
+    assert len(read_history(folder).steps) == left

@@ -12,8 +12,8 @@ from fivefold.audit.record import RankRecord, write_record
 from fivefold.cli.watch import view
 from fivefold.errors import DataError
 from fivefold.learn.runs import observed
-from fivefold.report.starts import Alike
-from fivefold.report.story import read_story
+from fivefold.report.history import read_history
+from fivefold.report.starts import ComparableSteps
 from tests.report.test_report import a_run
 
 
@@ -38,25 +38,25 @@ def test_each_step_is_of_the_start_that_took_it_last(runs: list[tuple[str, int, 
         taken = {step: what for step, what in taken.items() if step <= begins}
         taken |= dict.fromkeys(range(begins + 1, begins + 1 + more), (command, ranks))
     for step, what in taken.items():
-        alike = Alike(starts, step)
+        alike = ComparableSteps(starts, step)
         assert [s for s in taken if s in alike] == [
             s for s, other in taken.items() if other == what
         ]
-    latest = Alike(starts)
+    latest = ComparableSteps(starts)
     assert [s for s in taken if s in latest] == [s for s, w in taken.items() if w == runs[-1][:2]]
 
 
 def test_starts_of_which_the_step_is_not_known_count_all() -> None:
     known = start("a", 1, 3)
     for starts in ([], [{"command": ["a"]}], [{"command": ["a"]}, known]):
-        assert all(step in Alike(starts) for step in (1, 3, 4, 10**9))
+        assert all(step in ComparableSteps(starts) for step in (1, 3, 4, 10**9))
 
 
 def test_other_settings_of_the_same_command_are_another_layout() -> None:
     """As of a recipe that was edited between two starts."""
     starts = [start("a", 1, 0) | {"settings": "one"}, start("a", 1, 5) | {"settings": "other"}]
-    assert [step for step in range(1, 9) if step in Alike(starts)] == [6, 7, 8]
-    assert [step for step in range(1, 9) if step in Alike(starts, 3)] == [1, 2, 3, 4, 5]
+    assert [step for step in range(1, 9) if step in ComparableSteps(starts)] == [6, 7, 8]
+    assert [step for step in range(1, 9) if step in ComparableSteps(starts, 3)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("each", [1, 2, 3])
@@ -72,7 +72,7 @@ def test_the_first_step_of_each_start_is_not_usual(each: int, tmp_path: Path) ->
     begun = {"time": "2026-11-22T10:00:00+00:00"}
     starts = [begun | start("a", 1, step - 1) for step in slow]
     (folder / "environment.json").write_text(json.dumps(starts))
-    told = read_story(folder).usual("seconds")
+    told = read_history(folder).usual("seconds")
     if each == 1:
         assert told == 100
         with pytest.raises(DataError, match=r"(?s)after the first one.*--train-iters 14"):
@@ -92,10 +92,10 @@ def test_a_step_that_was_looked_into_is_not_usual(steps: int, tmp_path: Path) ->
         line["seconds"] = float(line["step"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_record(folder / "audit", RankRecord(0, 2, {}, 1, 1, 1, {}, 1))
-    counted = [record["step"] for record in read_story(folder).usual_steps]
+    counted = [record["step"] for record in read_history(folder).usual_steps]
     assert counted == [step for step in range(3, steps + 1) if step not in (4, 5)]
     (folder / "audit" / "rank-0.json").write_text("cut sho")
-    assert read_story(folder).usual_steps[0]["step"] == 2
+    assert read_history(folder).usual_steps[0]["step"] == 2
 
 
 def test_what_is_usual_is_so_of_the_size_that_a_growing_batch_has_now(tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_what_is_usual_is_so_of_the_size_that_a_growing_batch_has_now(tmp_path: 
         grown = 1 + line["step"] // 6
         line |= {"seconds": float(grown), "tokens": 64 * grown}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_story(folder).usual("seconds") == 2.0
+    assert read_history(folder).usual("seconds") == 2.0
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:6]))
-    assert read_story(folder).usual("seconds") == 1.0
+    assert read_history(folder).usual("seconds") == 1.0
 
 
 def test_what_is_left_and_what_is_learnt_is_of_the_latest_layout(tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_what_is_left_and_what_is_learnt_is_of_the_latest_layout(tmp_path: Path)
         slow = line["step"] <= 6
         line |= {"seconds": 100.0 if slow else 1.0, "tokens_per_second_per_rank": 1024.0}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert view(read_story(folder), 80)[-1].startswith("1m40s left")
+    assert view(read_history(folder), 80)[-1].startswith("1m40s left")
     assert observed(folder)[0].seconds == 100
     begun = {"time": "2026-11-22T10:00:00+00:00"}
     starts = [begun | start("first", 1, 0), begun | start("other", 1, 6)]
     (folder / "environment.json").write_text(json.dumps(starts))
-    assert view(read_story(folder), 80)[-1].startswith("1.0 s left")
+    assert view(read_history(folder), 80)[-1].startswith("1.0 s left")
     assert observed(folder)[0].seconds == pytest.approx(1.0)

@@ -16,7 +16,7 @@ from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import simulate
 from fivefold.predict.cluster import preset
-from fivefold.predict.memory.liveness import Moments, _moments
+from fivefold.predict.memory.liveness import HeldMicrobatches, _moments
 from fivefold.predict.program.makespan import leveled_program
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
@@ -51,7 +51,7 @@ def placement(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
 
 
 @cache
-def swept(schedule: str, ranks: int, virtual: int) -> tuple[Moments, ...]:
+def swept(schedule: str, ranks: int, virtual: int) -> tuple[HeldMicrobatches, ...]:
     order = Order(schedule, placement(schedule, ranks, virtual), 4 * ranks)
     return _moments(order, pairs=False, eager=True)
 

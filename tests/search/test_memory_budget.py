@@ -151,7 +151,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a stage on each of three ranks": ("debug", {"pipeline_model_parallel_size": 3}),
     "two stages on each of two ranks": ("debug", {"pipeline_model_parallel_layout": "Ett|t|tt|tL"}),
     "two copies of the model": ("debug", {"pipeline_schedule": "dualpipe"}),
-    "uneven stages, a further prediction": (
+    "uneven stages, MTP": (
         "debug",
         {
             "pipeline_model_parallel_size": 4,

@@ -16,10 +16,10 @@ from fivefold.model.eight_bit.fp8 import E5M2, RECIPES
 from fivefold.model.eight_bit.linear import EightBit
 from fivefold.model.layers import Linear, plain_column, plain_row
 from fivefold.model.products import Kept, Products
-from fivefold.tensor.alone import ColumnAlone
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.exchange import Exchange
 from fivefold.tensor.linear import ColumnParallel, RowParallel
+from fivefold.tensor.one_rank import LocalColumn
 from tests.pool import run
 from tests.tensor.ways import WAYS, exchanging, held_sum
 
@@ -203,7 +203,7 @@ def test_weight_gradients_put_off_are_the_same_bits() -> None:
 def test_later_microbatches_add_their_weight_gradients_in_the_product(later: bool) -> None:
     deferred = DeferredWeights()
     deferred.sums = [held_sum]
-    column, row = ColumnAlone(deferred), RowParallel(Exchange(None), deferred)
+    column, row = LocalColumn(deferred), RowParallel(Exchange(None), deferred)
     up, gate, down = (
         _linear(n, *size, False) for n, size in ((6, (H, F)), (7, (H, F)), (8, (F, H)))
     )

@@ -21,7 +21,7 @@ from tests.pool import run
 from tests.verify.cases import chosen, shared_groups
 
 TIED = {"untie_embeddings_and_output_weights": False}
-FURTHER = {"mtp_num_layers": 2}
+MTP = {"mtp_num_layers": 2}
 LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 AGAIN = {
     "recompute_granularity": "full",
@@ -63,7 +63,7 @@ def _sums(rank: int, world: int, settings: dict[str, Any]) -> int:
     return seen.made
 
 
-USES = [TIED, FURTHER, TIED | FURTHER, TIED | LINEAR, FURTHER | LINEAR]
+USES = [TIED, MTP, TIED | MTP, TIED | LINEAR, MTP | LINEAR]
 LAYOUTS = [
     {},
     {"precision": "bf16", "data_parallel_sharding_strategy": "optim", "micro_batch_size": 2},

@@ -32,7 +32,7 @@ from fivefold.inference.eval import evaluate_rank
 from fivefold.model.init import initialise
 from fivefold.report.charts import charts_of
 from fivefold.report.facts import facts
-from fivefold.report.story import read_story
+from fivefold.report.history import read_history
 from fivefold.train.corpora import open_data
 from fivefold.train.engine import Engine
 from fivefold.train.evaluation import evaluations
@@ -147,10 +147,10 @@ def test_a_run_shows_the_losses_of_each_set(trained: tuple[Path, str]) -> None:
     for key, loss in found.items():
         of = key.removeprefix("eval_loss").replace("_", " of ")
         assert f"step 2: validation loss{of} {loss:.4f}" in said
-    story = read_story(folder)
-    names = {line.name for chart in charts_of([story]) for line in chart.lines}
+    history = read_history(folder)
+    names = {line.name for chart in charts_of([history]) for line in chart.lines}
     assert {"validation", "validation odd", "validation one"} <= names
-    rows = {row[0] for row in facts([story])}
+    rows = {row[0] for row in facts([history])}
     assert {"lowest validation loss odd", "lowest validation loss one"} <= rows
 
 

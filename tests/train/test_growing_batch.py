@@ -12,7 +12,7 @@ from fivefold.cli.main import main
 from fivefold.config.batch_sizes import BatchSizes
 from fivefold.config.sources import read_config
 from fivefold.optim.schedule import learning_rate
-from fivefold.report.story import read_story
+from fivefold.report.history import read_history
 from fivefold.train.engine import Engine
 from fivefold.train.step_result import StepResult
 from tests import programs
@@ -81,13 +81,13 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_layouts_train_on_the_same_batches(grown: Path, tmp_path: Path) -> None:
     alone = trained(tmp_path / "alone", "--nproc 1")
-    found, expected = ([r["loss"] for r in read_story(run).steps] for run in (grown, alone))
+    found, expected = ([r["loss"] for r in read_history(run).steps] for run in (grown, alone))
     assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.slow
 def test_a_run_has_the_sizes_and_rates_of_its_samples(grown: Path) -> None:
-    steps = read_story(grown).steps
+    steps = read_history(grown).steps
     whole = read_config(str(grown / "config.toml"))
     sizes = BatchSizes(8, 2, 2, 12)
     taken = [sizes.at(sizes.samples(n)) for n in range(len(steps))]

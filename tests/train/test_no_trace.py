@@ -16,7 +16,7 @@ from fivefold.audit.measure import measured
 from fivefold.check import check
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.training import SCALE_BY_TRIAL
+from fivefold.config.training import DYNAMIC_LOSS_SCALE
 from fivefold.data.packing import Microbatch
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
@@ -198,7 +198,9 @@ def test_whatever_goes_together_leaves_no_trace(seed: int, tmp_path: Path) -> No
     def asked(drawn: dict[str, Any]) -> Config:
         kept: dict[str, Any] = {"check_for_nan_in_loss_and_grad": True}
         if drawn.get("precision") == "fp16":  # what overflows shall lower a scale found by trial
-            kept |= {name: SETTINGS[name].default for name in SCALE_BY_TRIAL} | {"loss_scale": 64.0}
+            kept |= {name: SETTINGS[name].default for name in DYNAMIC_LOSS_SCALE} | {
+                "loss_scale": 64.0
+            }
         return config(ALL[name], **{"precision": precision} | drawn | kept)
 
     settings = draw(random, lambda drawn: check(asked(drawn), world))

@@ -10,7 +10,7 @@ from fivefold.config.huggingface.write import to_hf_config
 from fivefold.config.presets import PRESETS
 from fivefold.config.settings import flag_of
 from fivefold.errors import ConfigError
-from fivefold.train.folder.homes import with_home
+from fivefold.train.folder.homes import with_home_folders
 from fivefold.train.folder.preflight import check_start
 
 OPENED_BY_DATA = ("data_path", "data_cache_path", "tokenizer_model")
@@ -26,12 +26,12 @@ def test_a_folder_may_begin_at_home(name, monkeypatch):
         ("x/~/y", "x/~/y"),
         ("", ""),
     ):
-        config = with_home(Config(PRESETS["debug-llama"]).with_values(**{name: given}))
+        config = with_home_folders(Config(PRESETS["debug-llama"]).with_values(**{name: given}))
         settled = vars(config.checkpoint) | vars(config.memory)
         assert settled[name] == found
     nobody = Config(PRESETS["debug-llama"]).with_values(**{name: "~nobody-of-this-name/x"})
     with pytest.raises(ConfigError, match="knows no home ~nobody-of-this-name"):
-        with_home(nobody)
+        with_home_folders(nobody)
 
 
 @pytest.mark.parametrize("name", sorted({*FOLDERS} - {*OPENED_BY_DATA, "load", "load_adapter"}))

@@ -28,7 +28,7 @@ from fivefold.train.ranks import rejoin
 from fivefold.train.ranks.launch import End, run_ranks
 from fivefold.train.ranks.rank_env import RankEnv, check_restarts
 from fivefold.train.ranks.rejoin import Generations
-from fivefold.train.ranks.restarts import Again, NextStart, Restarts
+from fivefold.train.ranks.restarts import NextStart, Restart, Restarts
 from tests import programs
 from tests.programs import Program
 from tests.train.test_run import command, losses, wait_for
@@ -210,5 +210,5 @@ def test_orders_arrive_as_they_were_sent() -> None:
     values = {int: 3, bool: True, str: "why"}
     whole = {f.name: values.get(f.type, Path(f.name)) for f in fields(Origin)}
     for origin in (Origin(**whole), Origin(Path("weights"), 0, weights_only=True), None):
-        again = Again(origin, "rank 1: killed")
-        assert Again.of(json.loads(json.dumps(again.orders))) == again
+        again = Restart(origin, "rank 1: killed")
+        assert Restart.of(json.loads(json.dumps(again.orders))) == again

@@ -22,9 +22,9 @@ from fivefold.config.sources import read_config, to_toml
 from fivefold.errors import FivefoldError
 from fivefold.files import read_json
 from fivefold.learn.runs import observed
+from fivefold.report.history import read_history
 from fivefold.report.page import page
 from fivefold.report.settings import run_config
-from fivefold.report.story import read_story
 from fivefold.train.folder.lock import FILE, Owner
 from fivefold.train.folder.metrics_file import MetricsFile
 from fivefold.train.folder.run_folder import RunFolder
@@ -103,9 +103,9 @@ def audited(run: Path) -> None:
 
 
 def shown(run: Path) -> None:
-    story = read_story(run)
-    page([story])
-    view(story, 80)
+    history = read_history(run)
+    page([history])
+    view(history, 80)
 
 
 READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {

@@ -365,8 +365,8 @@ def test_a_prompt_that_cannot_be_tokenised_is_not_shown(capsys: pytest.CaptureFi
         yield ""
 
     with pytest.raises(DataError):
-        _show(Mock(speaks=True), "a prompt", write())
+        _show(Mock(prints=True), "a prompt", write())
     assert capsys.readouterr().out == ""
-    assert _show(Mock(speaks=True), "a prompt", iter(())) == ""
-    assert _show(Mock(speaks=True), "a prompt", iter(["one", "two"])) == "onetwo"
+    assert _show(Mock(prints=True), "a prompt", iter(())) == ""
+    assert _show(Mock(prints=True), "a prompt", iter(["one", "two"])) == "onetwo"
     assert capsys.readouterr().out == "a prompt\na promptonetwo\n"

@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "one rank": (TWO, 1, {}),
     "tied, biases": (PLAIN, 1, {}),
     "bf16": (TWO, 1, BF16),
-    "latents, further tokens": (replace(LATENT, mtp_num_layers=2), 1, {}),
+    "latents, MTP": (replace(LATENT, mtp_num_layers=2), 1, {}),
     "recomputed, no logits": (
         LLAMA,
         1,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from fivefold.pipeline.ir import Act, Direction, Kind, Message
 from fivefold.train.health import watchdog as watchdog_
 from fivefold.train.health.activity import Activity
+from fivefold.train.health.stack_sampler import RankStatus
 from fivefold.train.health.watchdog import Watchdog
-from fivefold.train.health.witness import Answer
 from fivefold.train.ranks.rank_env import RankEnv
 
 SECONDS = 0.4
@@ -81,12 +81,14 @@ def test_a_rank_that_was_late_and_then_hangs_is_told_again_and_no_third_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     env, store = RankEnv(0, 0, 2, 2, "127.0.0.1", 1, "slurm"), dist.HashStore()
-    waits = Answer("all_gather (x.py:1)", True, False, "", "step 1", 9.0)
-    late, hangs = (Answer("work (x.py:2)", False, moves, "", "", 9.0) for moves in (True, False))
+    waits = RankStatus("all_gather (x.py:1)", True, False, "", "step 1", 9.0)
+    late, hangs = (
+        RankStatus("work (x.py:2)", False, moves, "", "", 9.0) for moves in (True, False)
+    )
     seen = [late, late, hangs, hangs, late]
-    asked: list[Answer] = []
+    asked: list[RankStatus] = []
 
-    def answers(*_: Any) -> dict[int, Answer]:
+    def answers(*_: Any) -> dict[int, RankStatus]:
         asked.append(seen[len(asked)])
         return {0: waits, 1: asked[-1]}
 

@@ -15,7 +15,7 @@ from tests.verify.cases import MODELS, config, flags
 LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
-    "stages, further predictions, recomputed": (
+    "stages, MTP, recomputed": (
         2,
         flags(pp=2, stages="Et|ttmL")
         | {"mtp_num_layers": 1, "recompute_in_flight_limit": 1, "micro_batch_size": 1},

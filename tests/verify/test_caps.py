@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
         | {"pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2}
         | LINEAR,
     ),
-    "loss without logits, split vocabulary, smoothed, further predictions": (
+    "loss without logits, split vocabulary, smoothed, MTP": (
         2,
         "llama tied",
         flags(tp=2, sequence=True)

@@ -19,7 +19,7 @@ from tests.verify.families import (
 
 FULL = {"recompute_granularity": "full"}
 ONES = {"reset_attention_mask": True, "document_length": 1}
-FURTHER = {"mtp_num_layers": 2, "mtp_hybrid_override_pattern": "*M"}
+MTP = {"mtp_num_layers": 2, "mtp_hybrid_override_pattern": "*M"}
 SAME = {"mtp_use_repeated_layer": True}
 SPARSE = {"mtp_num_layers": 2, "mtp_hybrid_override_pattern": "*E"}
 LORA = {"lora_rank": 3, "lora_alpha": 5.0}
@@ -114,7 +114,7 @@ KIMI: dict[str, Case] = {
         "kimi, experts",
         flags(tp=2, sequence=True, dp=2) | {"expert_model_parallel_size": 2},
     ),
-    "kimi, further predictions, clipped logits, Muon, ZeRO-1": (
+    "kimi, MTP, clipped logits, Muon, ZeRO-1": (
         4,
         "kimi",
         flags(tp=2, dp=2, strategy="optim")
@@ -174,25 +174,23 @@ HYBRID: dict[str, Case] = {
     ),
 }
 PREDICTING: dict[str, Case] = {
-    "further tokens, tensor and context parallel, ZeRO-3, tied": (
+    "MTP, tensor and context parallel, ZeRO-3, tied": (
         8,
         "hybrid tied",
-        flags(tp=2, sequence=True, dp=2, strategy="optim_grads_params")
-        | context(2, "p2p")
-        | FURTHER,
+        flags(tp=2, sequence=True, dp=2, strategy="optim_grads_params") | context(2, "p2p") | MTP,
     ),
-    "further tokens, alone": (1, "hybrid", flags() | DROP | FURTHER),
-    "further tokens before the head, uneven stages, deferred weights": (
+    "MTP, alone": (1, "hybrid", flags() | DROP | MTP),
+    "MTP before the head, uneven stages, deferred weights": (
         4,
         "hybrid",
-        flags(pp=4, stages="Et|t|tmm|L") | {"micro_batch_size": 1} | BUBBLES | FURTHER,
+        flags(pp=4, stages="Et|t|tmm|L") | {"micro_batch_size": 1} | BUBBLES | MTP,
     ),
-    "further tokens, whole layers recomputed": (
+    "MTP, whole layers recomputed": (
         4,
         "hybrid tied",
-        flags(tp=2, pp=2, sequence=True, stages="Et|ttmmL") | FULL | FURTHER,
+        flags(tp=2, pp=2, sequence=True, stages="Et|ttmmL") | FULL | MTP,
     ),
-    "further tokens by experts on ranks, ring, recomputed": (
+    "MTP by experts on ranks, ring, recomputed": (
         8,
         "hybrid, experts",
         flags(tp=2, sequence=True, dp=2)
@@ -201,7 +199,7 @@ PREDICTING: dict[str, Case] = {
         | selective("moe", "layernorm")
         | SPARSE,
     ),
-    "further tokens by experts in a pipeline, ZeRO-3": (
+    "MTP by experts in a pipeline, ZeRO-3": (
         4,
         "hybrid, experts",
         flags(pp=2, dp=2, strategy="optim_grads_params", stages="Et|ttmmL")
@@ -209,7 +207,7 @@ PREDICTING: dict[str, Case] = {
         | FULL
         | SPARSE,
     ),
-    "further tokens by the same experts, ring, ZeRO-3, recomputed": (
+    "MTP by the same experts, ring, ZeRO-3, recomputed": (
         8,
         "hybrid, experts",
         flags(tp=2, sequence=True, dp=2, strategy="optim_grads_params")
@@ -219,29 +217,29 @@ PREDICTING: dict[str, Case] = {
         | SPARSE
         | SAME,
     ),
-    "further tokens by the same experts, ZeRO-1": (
+    "MTP by the same experts, ZeRO-1": (
         4,
         "hybrid, experts",
         flags(dp=4, strategy="optim") | {"expert_model_parallel_size": 2} | SPARSE | SAME,
     ),
-    "further tokens with the same weights, deferred weights, ZeRO-2": (
+    "MTP with the same weights, deferred weights, ZeRO-2": (
         4,
         "hybrid tied",
         flags(pp=2, dp=2, strategy="optim_grads", stages="Et|ttmmL")
         | {"global_batch_size": 4}
         | BUBBLES
-        | FURTHER
+        | MTP
         | SAME,
     ),
-    "further tokens with the same weights, tensor parallel, ZeRO-3": (
+    "MTP with the same weights, tensor parallel, ZeRO-3": (
         4,
         "hybrid",
-        flags(tp=2, dp=2, strategy="optim_grads_params") | FURTHER | SAME | DROP,
+        flags(tp=2, dp=2, strategy="optim_grads_params") | MTP | SAME | DROP,
     ),
-    "further tokens, moved, Muon": (
+    "MTP, moved, Muon": (
         2,
         "hybrid",
-        flags(tp=2, sequence=True) | MOVED | FURTHER | {"optimizer": "muon"},
+        flags(tp=2, sequence=True) | MOVED | MTP | {"optimizer": "muon"},
     ),
 }
 CONVOLVING: dict[str, Case] = {
@@ -299,7 +297,7 @@ WHOLE_ROWS += [case for case in PREDICTING if "experts" in case]
         "adapters with magnitudes, exchanged heads",
         "kimi, tensor and context parallel, ZeRO-3",
         "hybrid, experts on ranks, ring, recomputed",
-        "further tokens with the same weights, deferred weights, ZeRO-2",
+        "MTP with the same weights, deferred weights, ZeRO-2",
         "convolutions, moved, ring",
     ),
 )
@@ -314,7 +312,7 @@ def test_layouts(case: str) -> None:
         WHOLE_ROWS,
         "ring, whole layers recomputed",
         "moved",
-        "further tokens by the same experts, ZeRO-1",
+        "MTP by the same experts, ZeRO-1",
     ),
 )
 def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], tuple[str, ...]]] = {
         (),
     ),
     "latents": (4, LATENT, {"tp": 2, "strategy": "optim_grads_params"}, ()),
-    "latents, further token": (2, replace(LATENT, mtp_num_layers=1), {"tp": 2}, ("kv_b_proj",)),
+    "latents, MTP": (2, replace(LATENT, mtp_num_layers=1), {"tp": 2}, ("kv_b_proj",)),
     "chosen tokens": (
         4,
         MODELS["sparse, not taught"],

@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
         | _SELECTIVE
         | {"recompute_modules": ("a2a_overlap_attn", "a2a_overlap_post_attn")},
     ),
-    "further predictions": (2, "llama tied", flags(tp=2, sequence=True) | {"mtp_num_layers": 2}),
+    "MTP": (2, "llama tied", flags(tp=2, sequence=True) | {"mtp_num_layers": 2}),
     "adapters with magnitudes": (2, "llama", flags(tp=2) | {"lora_rank": 2, "use_dora": True}),
     "8 bits": (2, "llama", flags(tp=2) | {"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}),
 }

@@ -9,7 +9,7 @@ import torch
 
 from fivefold.check import check
 from fivefold.errors import ConfigError
-from fivefold.expert.transfer import Flight
+from fivefold.expert.transfer import AsyncAllToAll
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.verify.report import VerifyReport
 from tests.verify.cases import MIXTURE, compare_on_rank, config, named, verify_in_pool
@@ -123,18 +123,18 @@ def test_what_modules_of_halves_contradict(
 def _crossed(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None:
     """Compare with one device; see that messages of both directions were under way at once, that
     few of them were not, and that weight gradients were computed meanwhile."""
-    under_way: dict[str, int] = {"there": 0, "home": 0}
+    under_way: dict[str, int] = {"forward": 0, "backward": 0}
     direction: dict[int, str] = {}
     crossed, early = [], []
-    begin, wait, run_early = Flight.begin, Flight.wait, DeferredWeights.run_early
+    begin, wait, run_early = AsyncAllToAll.begin, AsyncAllToAll.wait, DeferredWeights.run_early
 
-    def begins(flight: Flight, x: torch.Tensor, *, home: bool) -> torch.Tensor:
-        direction[id(flight)] = "home" if home else "there"
+    def begins(flight: AsyncAllToAll, x: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        direction[id(flight)] = "backward" if backward else "forward"
         under_way[direction[id(flight)]] += 1
         crossed.append(all(under_way.values()))
-        return begin(flight, x, home=home)
+        return begin(flight, x, backward=backward)
 
-    def waits(flight: Flight) -> torch.Tensor:
+    def waits(flight: AsyncAllToAll) -> torch.Tensor:
         out = wait(flight)
         under_way[direction[id(flight)]] -= 1
         return out
@@ -144,8 +144,8 @@ def _crossed(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None
         run_early(deferred)
 
     with (
-        patch.object(Flight, "begin", begins),
-        patch.object(Flight, "wait", waits),
+        patch.object(AsyncAllToAll, "begin", begins),
+        patch.object(AsyncAllToAll, "wait", waits),
         patch.object(DeferredWeights, "run_early", runs),
     ):
         report = compare_on_rank(rank, world_size, *arguments)

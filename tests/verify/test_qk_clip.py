@@ -52,7 +52,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
         | flags(pp=2, stages="Et|t*2L")
         | {"pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2},
     ),
-    "further predictions of one layer, recomputed": (
+    "MTP of one layer, recomputed": (
         2,
         "latent",
         named(tp=2, mtp_num_layers=2, mtp_use_repeated_layer=True, recompute_granularity="full"),

@@ -79,7 +79,7 @@ def read_file(text: str) -> JobSettings:
             does not know.
     """
     try:
-        given = yaml.load(text, _Once)
+        given = yaml.load(text, _NoDuplicates)
     except yaml.YAMLError as error:
         place = getattr(error, "problem_mark", None)
         where = "" if place is None else f"line {place.line + 1}: "
@@ -94,7 +94,7 @@ def read_file(text: str) -> JobSettings:
     return job
 
 
-class _Once(yaml.SafeLoader):
+class _NoDuplicates(yaml.SafeLoader):
     """A loader that takes no setting twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

@@ -36,7 +36,7 @@ _SHARDED: Mapping[str, str] = MappingProxyType(
         "HYBRID_SHARD_ZERO2": "optim_grads",
     }
 )
-"""What is split; by the others, all."""
+"""FSDP strategy -> what it shards here; strategies not listed shard everything."""
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 _FORMATS: Mapping[str, str] = MappingProxyType({"HYBRID": "hybrid", "E4M3": "e4m3"})
 _UNREAD: Mapping[str, str] = MappingProxyType(
@@ -96,10 +96,10 @@ def translate(
         job.mistakes.add(f"distributed_type = {kind}: {why}")
     if job.flag("use_cpu"):
         lost.append("use_cpu: ranks compute on GPUs if there are any (--device cpu)")
-    told = job.number("num_processes", -1)
-    if ranks is not None and told > 0 and told != ranks:
-        lost.append(f"num_processes = {told}: of {ranks} ranks, as --nproc says")
-    ranks = ranks or (told if told > 0 else 1 if kind == "NO" else None)
+    given = job.number("num_processes", -1)
+    if ranks is not None and given > 0 and given != ranks:
+        lost.append(f"num_processes = {given}: of {ranks} ranks, as --nproc says")
+    ranks = ranks or (given if given > 0 else 1 if kind == "NO" else None)
     job.mistakes.raise_if_any()
     if kind == "DEEPSPEED":
         return _of_deepspeed(job, ranks, read, lost)
@@ -182,13 +182,13 @@ def _strategy(job: JobSettings, lost: list[str]) -> str:
                 works=["true", "false"],
             )
         return "SHARD_GRAD_OP" if again is False else "FULL_SHARD"
-    told = job.get("fsdp_config.sharding_strategy")
-    told = str(again if told is None and again is not None else told or "FULL_SHARD").upper()
-    if told.isdecimal() and 0 < int(told) <= len(_STRATEGIES):
-        return _STRATEGIES[int(told) - 1]
-    if told not in _STRATEGIES:
-        job.mistakes.add(f"fsdp_config.sharding_strategy cannot be {told}", works=_STRATEGIES)
-    return told
+    given = job.get("fsdp_config.sharding_strategy")
+    given = str(again if given is None and again is not None else given or "FULL_SHARD").upper()
+    if given.isdecimal() and 0 < int(given) <= len(_STRATEGIES):
+        return _STRATEGIES[int(given) - 1]
+    if given not in _STRATEGIES:
+        job.mistakes.add(f"fsdp_config.sharding_strategy cannot be {given}", works=_STRATEGIES)
+    return given
 
 
 def _of_degrees(job: JobSettings, degrees: Mapping[str, int], lost: list[str]) -> Named:
@@ -236,28 +236,28 @@ def _of_memory(job: JobSettings, sharded: str, lost: list[str]) -> Named:
 
 def _precision(job: JobSettings) -> str:
     """The precision, in Accelerate's words; older files have a switch for fp16."""
-    told, older = job.get("mixed_precision"), job.flag("fp16")
-    if told is None:
+    given, older = job.get("mixed_precision"), job.flag("fp16")
+    if given is None:
         return "fp16" if older else "no"
-    word = "no" if told is False else str(told).lower()  # YAML's unquoted no is a switch
+    word = "no" if given is False else str(given).lower()  # YAML's unquoted no is a switch
     if word not in _PRECISIONS:
-        job.mistakes.add(f"mixed_precision cannot be {shown(told)}", works=_PRECISIONS)
+        job.mistakes.add(f"mixed_precision cannot be {shown(given)}", works=_PRECISIONS)
     return word
 
 
 def _of_precision(job: JobSettings, kind: str, lost: list[str]) -> Named:
     """The precision of products, and of gradients that are sent."""
-    told = _precision(job)
-    if told == "no":
+    given = _precision(job)
+    if given == "no":
         yield "precision", "fp32"
         lost.append("mixed_precision = no: it computes in the type in which code makes its model")
         return
-    wide = "fp16" if told == "fp16" else "bf16"
+    wide = "fp16" if given == "fp16" else "bf16"
     yield "precision", wide
     yield "grad_reduce_in_bf16", wide == "bf16" and kind == "FSDP"
     if wide == "fp16" and kind == "FSDP":
         lost.append("gradients are sent in fp16 there, and in fp32 here")
-    if told == "fp8":
+    if given == "fp8":
         yield from _of_eight_bits(job, kind, lost)
 
 
@@ -304,18 +304,18 @@ def _of_deepspeed(
     job: JobSettings, ranks: int | None, read: Callable[[str], str] | None, lost: list[str]
 ) -> Translation:
     """The translation of what the file says of DeepSpeed, or of the file that it names."""
-    path, told = "deepspeed_config", _precision(job)
+    path, precision = "deepspeed_config", _precision(job)
     name = job.get(f"{path}.deepspeed_config_file")
     if name is not None and read is not None:
         theirs = read_deepspeed(read(str(name)))
     else:
         theirs = DeepSpeedJob(_in_words_of_deepspeed(job, path))
     given: dict[str, Any] = dict(theirs.given)
-    for kind, fits in (("bf16", told in ("bf16", "fp8")), ("fp16", told == "fp16")):
+    for kind, fits in (("bf16", precision in ("bf16", "fp8")), ("fp16", precision == "fp16")):
         section = given.get(kind, {})
         if isinstance(section, Mapping) and section.get("enabled", AUTO) == AUTO:
             given[kind] = {**section, "enabled": fits}
-    if told == "fp8":
+    if precision == "fp8":
         lost.append("mixed_precision = fp8: --fp8-format hybrid")
         job.mention(*(each.path for each in job.unread() if each.path.startswith("fp8_config")))
     if (sp := job.count("parallelism_config.sp_size") or 1) > 1:

@@ -1,7 +1,7 @@
 """Settings of DeepSpeed that change neither results nor communication here."""
 
 # What is logged, and where.
-_TOLD = """
+_LOGGING = """
     steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level comms_logger
     flops_profiler timers tensorboard wandb.group wandb.team
 """
@@ -35,7 +35,7 @@ _ZERO = """
 # Of "offload_optimizer" and "offload_param" there; "nvme_path" with another device.
 _OFFLOAD = "buffer_ max_in_cpu pin_memory pipeline fast_init cpuadam_ nvme_path"
 _PATHS = (
-    *f"{_TOLD} {_RUN} {_MESSAGES}".split(),
+    *f"{_LOGGING} {_RUN} {_MESSAGES}".split(),
     *(f"zero_optimization.{name}" for name in _ZERO.split()),
     *(f"zero_optimization.offload_optimizer.{name}" for name in _OFFLOAD.split()),
     *(f"zero_optimization.offload_param.{name}" for name in _OFFLOAD.split()),

@@ -19,7 +19,7 @@ _OPEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "scheduler.params.warmup_min_lr": ("min_lr", "lr_warmup_init"),
     }
 )
-"""What is not known while something is left open."""
+"""Field that DeepSpeed fills in ('auto') -> settings that are then unknown."""
 
 
 def of_rates(job: DeepSpeedJob, lost: list[str]) -> Named:

@@ -47,7 +47,7 @@ class PeftAdapter:
     Attributes:
         folder: where it lies.
         settings: settings of ours that describe it, by name.
-        base: the model that it is for, a folder or a hub name; None: not told.
+        base: the model that it is for, a folder or a hub name; None: not stated.
         targets: the linear layers that PEFT would look for: ends of names, or a pattern of whole
             names; None: PEFT knows them by the model's family.
         excluded: the targets that PEFT would leave out, in the same form.

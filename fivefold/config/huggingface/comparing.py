@@ -25,7 +25,7 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     """
     if not model.mtp_num_layers:
         other = other.without_predictions
-    one, two = _told(model), _told(other)
+    one, two = _comparable(model), _comparable(other)
     changed = {
         name: SETTINGS[name].words
         for name in {**one, **two}
@@ -36,22 +36,22 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
 
 
 @lru_cache(maxsize=256)
-def _told(model: ModelConfig) -> Mapping[str, Any]:
+def _comparable(model: ModelConfig) -> Mapping[str, Any]:
     """The fields that weights depend on, as far as they have an effect; a model is compared with
     those of all families."""
     layers = range(model.num_layers)
-    told = dict(vars(model.spelt_out()))
-    told["softmax_scale"] = softmax_scale(model)
-    told["latent_norm_epsilon"] = model.latent_epsilon
-    told["rotary_base_local"] = _local_base(model)
-    told |= _local_sizes(model)
-    told["longrope_attention_factor"] = longrope_scale(model)
-    told["window_size"] = tuple(map(model.window_of, layers))
-    told["no_rope_freq"] = tuple(not model.rotates(layer) for layer in layers)
-    told["linear_attention_freq"] = tuple(map(model.is_linear, layers))
-    told["hybrid_override_pattern"] = model.hybrid_override_pattern
-    told["mtp_num_layers"] = model.prediction_sets
-    told["moe_layer_freq"] = tuple(map(model.is_moe, layers))
+    values = dict(vars(model.spelt_out()))
+    values["softmax_scale"] = softmax_scale(model)
+    values["latent_norm_epsilon"] = model.latent_epsilon
+    values["rotary_base_local"] = _local_base(model)
+    values |= _local_sizes(model)
+    values["longrope_attention_factor"] = longrope_scale(model)
+    values["window_size"] = tuple(map(model.window_of, layers))
+    values["no_rope_freq"] = tuple(not model.rotates(layer) for layer in layers)
+    values["linear_attention_freq"] = tuple(map(model.is_linear, layers))
+    values["hybrid_override_pattern"] = model.hybrid_override_pattern
+    values["mtp_num_layers"] = model.prediction_sets
+    values["moe_layer_freq"] = tuple(map(model.is_moe, layers))
     unused = {*_OURS, "window_attn_skip_freq", "mtp_use_repeated_layer"}
     config = Config(model)
     unused.update(name for of in DEPENDENTS if not of.alive(config) for name in of.names)
@@ -59,7 +59,7 @@ def _told(model: ModelConfig) -> Mapping[str, Any]:
         unused.add("ffn_hidden_size")
     if model.position_embedding_type != "learned_absolute":  # positions are computed, however many
         unused.add("max_position_embeddings")
-    return {name: value for name, value in told.items() if name not in unused}
+    return {name: value for name, value in values.items() if name not in unused}
 
 
 def _local_sizes(model: ModelConfig) -> dict[str, Any]:

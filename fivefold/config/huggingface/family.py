@@ -12,11 +12,11 @@ Fields = dict[str, Any]
 Names = Mapping[str, str]
 """Substitutions in our names of tensors, in this order; `{e}` stands for the index of an expert."""
 EACH: Names = MappingProxyType({".experts.": ".experts.{e}."})
-"""Of experts that are kept one by one."""
+"""Names of experts that have tensors of their own."""
 GATE_UP: Names = MappingProxyType(
     {".mlp.gate_proj.": ".mlp.gate_up_proj.", ".mlp.up_proj.": ".mlp.gate_up_proj."}
 )
-"""Of a gate and what it opens in one linear layer."""
+"""Names of an MLP whose gate and up projections are one linear layer."""
 TOGETHER: Names = MappingProxyType(
     {
         ".mlp.experts.gate_proj.weight": ".mlp.experts.gate_up_proj",

@@ -240,14 +240,14 @@ def _kind(fields: Fields) -> str | None:
 
 def text_kind(fields: Fields) -> str | None:
     """The family of the text model; of a text-only file, its own."""
-    told = _text_type(fields)
-    return _kind(fields) if told is None else TEXTS[told].family
+    named = _text_type(fields)
+    return _kind(fields) if named is None else TEXTS[named].family
 
 
 def tensors_of(fields: Fields) -> Tensors:
     """How files hold the tensors of a text model, within a multimodal model or on its own."""
-    told = _text_type(fields)
-    if told is not None and (own := TEXTS[told].tensors) is not None:
+    named = _text_type(fields)
+    if named is not None and (own := TEXTS[named].tensors) is not None:
         return own
     family = FAMILIES.get(text_kind(fields) or "")
     return Tensors() if family is None else family.tensors
@@ -259,8 +259,8 @@ def _text_type(fields: Fields) -> str | None:
     if kind is None or kind not in MULTIMODAL:
         return None
     texts, table = MULTIMODAL[kind].texts, fields.get("text_config")
-    told = _kind(table) if isinstance(table, Mapping) else None
-    return told if told in texts else texts[0]
+    named = _kind(table) if isinstance(table, Mapping) else None
+    return named if named in texts else texts[0]
 
 
 def text_reader(fields: Fields) -> tuple[Reader, str]:
@@ -287,19 +287,19 @@ def text_reader(fields: Fields) -> tuple[Reader, str]:
         tied = _tied(whole, table, kind)
         _read_copies(whole, table, kind)
         whole.refuse_unread()
-    told = table.text("model_type", default=texts[0], choices=texts) or texts[0]
+    named = table.text("model_type", default=texts[0], choices=texts) or texts[0]
     text = dict(table.fields) | {"tie_word_embeddings": tied}
-    if TEXTS[told].sections:
+    if TEXTS[named].sections:
         text = {name: _without_sections(value) for name, value in text.items()}
     ropes = [text.get(name) for name in ("rope_scaling", "rope_parameters")]
     known = [name for rope in ropes if isinstance(rope, Mapping) for name in rope]
-    defaults = {name: value for name, value in TEXTS[told].defaults.items() if name not in known}
-    if told == "qwen3_vl_moe_text" and not {"num_experts", "num_local_experts"} & text.keys():
+    defaults = {name: value for name, value in TEXTS[named].defaults.items() if name not in known}
+    if named == "qwen3_vl_moe_text" and not {"num_experts", "num_local_experts"} & text.keys():
         defaults["num_experts"] = 60
     reader = Reader(defaults | text, f"this {kind} model", place)
     reader.mistakes = whole.mistakes
-    _read_text_fields(reader, kind, told)
-    return reader, TEXTS[told].family
+    _read_text_fields(reader, kind, named)
+    return reader, TEXTS[named].family
 
 
 def _read_copies(whole: Reader, table: Reader, kind: str) -> None:
@@ -336,7 +336,7 @@ def _without_sections(value: Any) -> Any:
     return kept
 
 
-def _read_text_fields(reader: Reader, kind: str, told: str) -> None:
+def _read_text_fields(reader: Reader, kind: str, named: str) -> None:
     """Refuse fields that the text model of a multimodal one ignores, but its family does not."""
     if kind == "gemma3":
         reader.fixed(
@@ -347,17 +347,17 @@ def _read_text_fields(reader: Reader, kind: str, told: str) -> None:
         reader.without_effect("_flash_attn_2_enabled")
         for name in ("qk_layer_norms", "use_resampler"):
             reader.fixed(name, False)
-    if told in ("qwen3_vl_text", "qwen3_vl_moe_text"):
+    if named in ("qwen3_vl_text", "qwen3_vl_moe_text"):
         reader.fixed("use_sliding_window", False)
-    if told == "qwen3_vl_moe_text":
+    if named == "qwen3_vl_moe_text":
         reader.fixed("norm_topk_prob", True, why="transformers normalises them in any case")
-    if told in ("qwen2_vl_text", "qwen2_5_vl_text"):
+    if named in ("qwen2_vl_text", "qwen2_5_vl_text"):
         sizes = (reader.fields.get(name) for name in ("hidden_size", "num_attention_heads"))
         hidden, heads = (size if type(size) is int and size > 0 else 1 for size in sizes)
         reader.fixed("head_dim", hidden // heads, None)
 
 
-def told_of(path: Path) -> str | None:
+def text_model_note(path: Path) -> str | None:
     """A note about the parts of a model at a path that are not read; None if there are none."""
     file = path / "config.json" if path.is_dir() else path
     if file.suffix != ".json" or not file.is_file():

@@ -113,7 +113,7 @@ def in_words_of(error: ConfigError, fields: Collection[str], known: Collection[s
     def text(line: str) -> str:
         return _OURS.sub(lambda word: theirs(word[0]), line)
 
-    def told(mistake: Mistake) -> Mistake:
+    def in_their_names(mistake: Mistake) -> Mistake:
         works = [
             f"{theirs(name_of(flag))} = {flag.split()[1]}"
             for flag in mistake.works
@@ -126,4 +126,4 @@ def in_words_of(error: ConfigError, fields: Collection[str], known: Collection[s
             works=tuple(works),
         )
 
-    return ConfigError(*map(told, error.mistakes))
+    return ConfigError(*map(in_their_names, error.mistakes))

@@ -8,10 +8,10 @@ from typing import Any
 from fivefold.config.config import Config
 from fivefold.config.huggingface.families import FAMILIES
 from fivefold.config.huggingface.generic import read_generic
-from fivefold.config.huggingface.lacking import LACKING
 from fivefold.config.huggingface.multimodal import MULTIMODAL, is_multimodal, text_reader
 from fivefold.config.huggingface.naming import in_words_of
 from fivefold.config.huggingface.reader import Reader
+from fivefold.config.huggingface.unsupported import UNSUPPORTED
 from fivefold.config.model import ModelConfig
 from fivefold.config.rules.dependence import without_orphans
 from fivefold.config.rules.layer_dependents import DECIDES
@@ -67,6 +67,6 @@ def _unknown_family(kind: object) -> ConfigError:
         what = "config.json needs a text for 'model_type', which names the family of the model"
         return ConfigError(Mistake(what, works=families))
     what = f"unsupported model_type {kind[:80]!r}"
-    if kind in LACKING:
-        return ConfigError(Mistake(f"{what}: {LACKING[kind]}"))
+    if kind in UNSUPPORTED:
+        return ConfigError(Mistake(f"{what}: {UNSUPPORTED[kind]}"))
     return ConfigError(Mistake(what + did_you_mean(kind, families), works=families))

@@ -208,8 +208,8 @@ class Reader:
 
     def contradict(self, given: Mapping[str, Any]) -> None:
         """Report that fields with the same meaning differ."""
-        told = " and ".join(f"{name} = {_written(value)}" for name, value in given.items())
-        self.mistakes.add(f"{told} of {self._whose} contradict each other")
+        conflict = " and ".join(f"{name} = {_written(value)}" for name, value in given.items())
+        self.mistakes.add(f"{conflict} of {self._whose} contradict each other")
 
 
 def _written(value: Any) -> str:

@@ -13,7 +13,13 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from fivefold.config.foreign import foreign
-from fivefold.config.megatron_job.command import Around, Launch, launch_of, no_job, ranks_of
+from fivefold.config.megatron_job.command import (
+    Launch,
+    ScriptEnvironment,
+    launch_of,
+    no_job,
+    ranks_of,
+)
 from fivefold.config.megatron_job.described import Described
 from fivefold.config.megatron_job.loongforge import (
     describe,
@@ -38,7 +44,7 @@ _FIRST, _LAST = re.compile(r"-{3,} arguments -{3,}"), re.compile(r"-{3,} end of 
 _LINE = re.compile(r"(\w+) \.{2,}(?: (.*))?$")
 _MEMBERS = re.compile(r"<\w+\.(\w+): ")  # of enumerations
 _VOCABULARY = re.compile(r"padded vocab \(size: (\d+)\)")
-_NOWHERE = Around()
+_NOWHERE = ScriptEnvironment()
 _OLDER: Mapping[str, str] = MappingProxyType(
     {
         "apply_layernorm_1p": "layernorm_zero_centered_gamma",
@@ -114,7 +120,7 @@ class MegatronJob:
         }
 
 
-def read_job(text: str, around: Around = _NOWHERE) -> MegatronJob:
+def read_job(text: str, around: ScriptEnvironment = _NOWHERE) -> MegatronJob:
     """The job described by a text: a log, a command line or a script.
 
     Raises:
@@ -232,11 +238,11 @@ def _unknown(words: Sequence[str]) -> Iterator[str]:
 
 def _strays(rest: Sequence[str], unknown: Sequence[str]) -> Iterator[str]:
     """Words that follow neither an argument that takes them nor a flag that is not known."""
-    told = Counter(word for flag in unknown for word in flag.split())
+    given = Counter(word for flag in unknown for word in flag.split())
     over: list[str] = []
     for word in (word for each in rest for word in each.split() if not word.startswith("--")):
-        if told[word] > 0:
-            told[word] -= 1
+        if given[word] > 0:
+            given[word] -= 1
         else:
             over.append(word)
     if over:

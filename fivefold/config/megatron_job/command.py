@@ -49,7 +49,7 @@ _SLURM: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Around:
+class ScriptEnvironment:
     """The environment that a script runs in.
 
     Attributes:
@@ -85,7 +85,7 @@ class Launch:
     notes: tuple[str, ...] = ()
 
 
-def launch_of(text: str, flags: Mapping[str, Argument], around: Around) -> Launch:
+def launch_of(text: str, flags: Mapping[str, Argument], around: ScriptEnvironment) -> Launch:
     """The command of a text.
 
     Args:
@@ -113,7 +113,9 @@ def launch_of(text: str, flags: Mapping[str, Argument], around: Around) -> Launc
     return _without_open(launcher, arguments, flags, tuple(notes))
 
 
-def script_of(text: str, around: Around, launches: Callable[[Sequence[str]], bool]) -> ShellScript:
+def script_of(
+    text: str, around: ScriptEnvironment, launches: Callable[[Sequence[str]], bool]
+) -> ShellScript:
     """A script, read as bash would run it where Slurm gives it what its own lines ask for.
 
     Args:
@@ -184,8 +186,8 @@ def tasks_of(text: str) -> list[str]:
 
 def _starts(words: Sequence[str], flags: Mapping[str, Argument]) -> bool:
     given = {word.partition("=")[0] for word in words}
-    told = words[0] in _TELLING or words[0].startswith("-")
-    return not told and sum(word in flags for word in given) >= _FEWEST
+    is_option = words[0] in _TELLING or words[0].startswith("-")
+    return not is_option and sum(word in flags for word in given) >= _FEWEST
 
 
 def _chosen(

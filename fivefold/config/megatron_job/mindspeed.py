@@ -49,10 +49,10 @@ def of_mindspeed(job: Described) -> None:
     if (rank := job.number("lora_r")) is not None:
         modules = (job.take("lora_target_modules") or "").split()
         job.adapt(rank, job.number("lora_alpha") or 32, modules)
-    told, stage = job.take("is_instruction_dataset") is not None, job.take("stage")
+    scaling, stage = job.take("is_instruction_dataset") is not None, job.take("stage")
     if stage not in (None, "pt", "sft"):
         job.mistakes.add(f"stage = {stage}: pretraining and conversations are trained here")
-    if told or stage == "sft":
+    if scaling or stage == "sft":
         job.given |= {"sft": True, "reset_position_ids": True, "reset_attention_mask": True}
         job.notes.append(
             f"prompt_type = {job.take('prompt_type')}: conversations are put together by the "
@@ -101,8 +101,8 @@ def _read_positions(job: Described) -> None:
             job.settings["original_max_position_embeddings"] = int(before)
     elif kind == "llama3":
         length = before or job.number("original_max_position_embeddings")
-        told = {"rope_low_freq_factor": low, "rope_high_freq_factor": high}
-        job.settings |= {name: value for name, value in told.items() if value is not None}
+        scaling = {"rope_low_freq_factor": low, "rope_high_freq_factor": high}
+        job.settings |= {name: value for name, value in scaling.items() if value is not None}
         if length is not None:
             job.settings["rope_original_max_position_embeddings"] = int(length)
         job.given |= {"use_rope_scaling": True, "rope_scaling_factor": factor or 8.0}

@@ -97,9 +97,9 @@ def _mixers(job: MegatronJob, mistakes: Mistakes, lost: list[str]) -> Named:
     pattern, hybrid = job["hybrid_override_pattern"], job["is_hybrid_model"]
     shares = {name: job[name] for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio")}
     if pattern is None and any(shares.values()):
-        told = " and ".join(f"{name} = {value}" for name, value in shares.items() if value)
+        given = " and ".join(f"{name} = {value}" for name, value in shares.items() if value)
         mistakes.add(
-            f"{told}: which layers these are stands in the job's log, as its hybrid allocation",
+            f"{given}: which layers these are stands in the job's log, as its hybrid allocation",
             works=("--hybrid-override-pattern LETTERS",),
         )
     if pattern is None and not hybrid:
@@ -172,8 +172,8 @@ def _pattern(value: object) -> str | None:
 def of_vocabulary(job: MegatronJob, vocabulary: int | None, mistakes: Mistakes) -> Named:
     """Megatron-LM pads to a multiple of a number times tp, Fivefold to one of the number."""
     null = str(job["tokenizer_type"]) == "NullTokenizer"  # which counts its end of text besides
-    told = job["vocab_size"] and job["vocab_size"] + null
-    size = vocabulary or job.vocabulary or told or job["padded_vocab_size"]
+    given = job["vocab_size"] and job["vocab_size"] + null
+    size = vocabulary or job.vocabulary or given or job["padded_vocab_size"]
     by, tp = job["make_vocab_size_divisible_by"] or 1, job["tensor_model_parallel_size"]
     if not size:
         mistakes.add(

@@ -21,14 +21,14 @@ _TYPES: Mapping[str, str] = MappingProxyType(
 )
 _SPLITS = ("tensor_model", "pipeline_model", "context")
 """What leaves the ranks of a job for data parallelism."""
-_MADE_AGAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+_RECOMPUTED_FROM: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "layernorm": ("qkv_linear",),
         "mla_up_proj": ("core_attn", "attn_proj"),
         "moe": ("expert_fc1", "moe_act"),
     }
 )
-"""Recomputed module -> offloaded ones whose inputs it makes again."""
+"""Recomputed module -> offloaded modules whose inputs it recomputes."""
 _FOLDERS: Mapping[str, str] = MappingProxyType(
     {
         "load": "--load goes on from its distributed checkpoints; with --finetune, weights alone",
@@ -134,13 +134,13 @@ def of_memory(job: MegatronJob, lost: list[str]) -> Named:
 def _moved(modules: Sequence[str], again: Sequence[str], lost: list[str]) -> list[str]:
     """Offloaded modules, without those whose inputs are recomputed: Megatron-LM moves them although
     nobody reads them."""
-    for remade, wasted in _MADE_AGAIN.items():
-        found = [name for name in modules if name in wasted and remade in again]
+    for module, wasted in _RECOMPUTED_FROM.items():
+        found = [name for name in modules if name in wasted and module in again]
         if found:
             modules = [name for name in modules if name not in found]
             lost.append(
-                f"offload_modules {' '.join(found)}: recompute_modules {remade} makes again what "
-                "they would move"
+                f"offload_modules {' '.join(found)}: recompute_modules {module} recomputes "
+                "what they would move"
             )
     return [*modules]
 

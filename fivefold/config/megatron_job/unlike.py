@@ -27,10 +27,10 @@ def unlike(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
         return []
     as_here = {name: getattr(model, name) for name in _SIZES}
     as_here["bias_gelu_fusion"] = model.activation_func == "gelu_tanh"
-    told = {name: value for name, value in arguments.items() if value is not None}
+    given = {name: value for name, value in arguments.items() if value is not None}
     mistakes = Mistakes()
     try:
-        job = job_of(as_here | told)
+        job = job_of(as_here | given)
         named = (
             *of_model(job, mistakes, []),
             *of_experts(job),

@@ -32,11 +32,11 @@ def check_dependents(config: Config, mistakes: Mistakes, *, planned: bool = Fals
         mistakes: collection to which mistakes are added.
         planned: whether the layout is still to be chosen.
     """
-    told = set[str]()
+    reported = set[str]()
     for orphan in orphans(config):
         needed = orphan.of.refused and not (planned and orphan.of.on in _SEARCHED)
-        if needed and orphan.name not in told:
-            told.add(orphan.name)
+        if needed and orphan.name not in reported:
+            reported.add(orphan.name)
             mistakes.add(
                 f"{orphan.shown} has no effect: {orphan.why}",
                 works=[*orphan.of.add, orphan.off],

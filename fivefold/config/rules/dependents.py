@@ -3,7 +3,7 @@
 from fivefold.config.config import SECTION_SETTINGS
 from fivefold.config.rules.model_dependents import OF_MODELS
 from fivefold.config.rules.orphan import Dependents, where
-from fivefold.config.training import OF_MUON, SCALE_BY_TRIAL
+from fivefold.config.training import DYNAMIC_LOSS_SCALE, OF_MUON
 
 _LAYS_STAGES = "pipeline_model_parallel_size != 1 or pipeline_schedule != auto"
 """Several stages on one rank can be useful, even with a schedule on a single rank."""
@@ -19,7 +19,7 @@ _OF_EXPERTS = " ".join(
     for setting in SECTION_SETTINGS[section]
     if setting.name.startswith("moe_")
 )
-"""What experts are, and how tokens are routed to them."""
+"""Settings of experts and of their router."""
 
 DEPENDENTS = (
     where(_OF_EXPERTS, "num_experts != none", "is for experts", "--num-experts 8"),
@@ -177,7 +177,7 @@ DEPENDENTS = (
     Dependents(
         ("tiled_mlp_num_shards",),
         "recompute_granularity",
-        lambda c: c.memory.remakes_mlp,
+        lambda c: c.memory.recomputes_mlp,
         "is for dense MLPs that are recomputed",
         ("--recompute-granularity selective --recompute-modules core_attn mlp",),
     ),
@@ -211,12 +211,12 @@ DEPENDENTS = (
     where(" ".join(OF_MUON), "optimizer = muon", "is for matrices that Muon updates"),
     where("qk_clip_alpha qk_clip_threshold", "qk_clip = true", "says how logits are clipped"),
     where(
-        " ".join(("loss_scale", *SCALE_BY_TRIAL)),
+        " ".join(("loss_scale", *DYNAMIC_LOSS_SCALE)),
         "precision = fp16",
         "is for gradients in fp16, which would vanish unscaled",
         "--fp16",
     ),
-    where(" ".join(SCALE_BY_TRIAL), "loss_scale = none", "is for a scale that is found by trial"),
+    where(" ".join(DYNAMIC_LOSS_SCALE), "loss_scale = none", "is for a dynamic loss scale"),
     where(
         "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo "
         "disable_parameter_transpose_cache",

@@ -127,7 +127,7 @@ def _check_moved(
             "offload_tensors: layer_input is kept by full recomputation only",
             works=["--recompute-granularity full", "--offload-tensors none"],
         )
-    if "pre_mlp_layernorm_output" in tensors and "layernorm" in memory.remade_modules:
+    if "pre_mlp_layernorm_output" in tensors and "layernorm" in memory.recomputed_modules:
         mistakes.add(
             "offload_tensors: pre_mlp_layernorm_output is recomputed by recompute_modules "
             "layernorm, and so not kept",
@@ -143,7 +143,7 @@ def _check_moved(
 
 def _check_twice(memory: MemoryConfig, moved: tuple[str, ...], mistakes: Mistakes) -> None:
     """Add what would be both recomputed and offloaded, or recomputed twice."""
-    again = {*memory.remade_modules}
+    again = {*memory.recomputed_modules}
     held = {"mlp_norm"} if "a2a_overlap_post_attn" in again else set[str]()
     if "a2a_overlap_attn" in again:
         held |= {"attn_norm", "qkv_linear", "core_attn", "attn_proj"}

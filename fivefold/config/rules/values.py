@@ -53,9 +53,9 @@ def _check_retained(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
     retain, every = checkpoint.save_retain_interval, checkpoint.save_interval
     if retain is None or (every and retain % every == 0):
         return
-    told = "auto" if every is None else every
+    interval = "auto" if every is None else every
     mistakes.add(
-        f"save_retain_interval {retain} is no multiple of save_interval, which is {told}",
+        f"save_retain_interval {retain} is no multiple of save_interval, which is {interval}",
         "checkpoints of its multiples stay, and there would be none, or only some",
         works=[
             f"--save-interval {retain}",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from fivefold.config.megatron_job.command import Around, ranks_of, script_of, tasks_of
+from fivefold.config.megatron_job.command import ScriptEnvironment, ranks_of, script_of, tasks_of
 from fivefold.config.torchtitan_job.job import TitanJob, job_in_python, job_of
 from fivefold.config.torchtitan_job.releases import all_settings, known, renamed
 from fivefold.errors import ConfigError, Mistake, did_you_mean, shown
@@ -28,7 +28,7 @@ def starts_job(words: Sequence[str]) -> bool:
     return bool(words) and words[0] not in ("echo", "printf") and bool(runs or named)
 
 
-def job_of_script(text: str, around: Around) -> TitanJob:
+def job_of_script(text: str, around: ScriptEnvironment) -> TitanJob:
     """The job that a script, or a command line, starts.
 
     Raises:

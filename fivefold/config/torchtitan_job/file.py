@@ -7,7 +7,7 @@ from typing import Any
 
 from fivefold.config.config import SECTIONS, SETTINGS
 from fivefold.config.job_settings import leaves
-from fivefold.config.megatron_job.command import Around
+from fivefold.config.megatron_job.command import ScriptEnvironment
 from fivefold.config.sources import PRESET
 from fivefold.config.torchtitan_job.command import job_of_script, job_of_words
 from fivefold.config.torchtitan_job.job import TitanJob
@@ -36,7 +36,7 @@ def is_text_of_torchtitan(text: str, name: str) -> bool:
     )
 
 
-def read_text_of_torchtitan(text: str, name: str, around: Around) -> TitanJob:
+def read_text_of_torchtitan(text: str, name: str, around: ScriptEnvironment) -> TitanJob:
     """The job of a text.
 
     Args:

@@ -1,7 +1,7 @@
 """Settings of torchtitan that change neither what is computed nor what is sent here."""
 
 # What is logged and traced, and where; what a job is called.
-_TOLD = """
+_LOGGING = """
     job.description job.print_ job.save_config_file job.config_file job.use_for_integration_test
     debug.print_config debug.save_config_file debug.enable_structured_logging
     profiling.save_ profiling.profile_freq profiling.profiler_ profiling.memory_snapshot_
@@ -28,7 +28,7 @@ _FILES = """
     checkpoint.enable_ft_dataloader_checkpoints checkpoint.last_save_ checkpoint.interval_type
     checkpoint.save_folder
 """
-_PATHS = tuple(f"{_TOLD} {_KERNELS} {_FILES}".split())
+_PATHS = tuple(f"{_LOGGING} {_KERNELS} {_FILES}".split())
 
 
 def is_harmless(path: str) -> bool:

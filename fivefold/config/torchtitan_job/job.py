@@ -1,4 +1,4 @@
-"""The settings of a job of torchtitan, whichever way it is told, under one set of names."""
+"""The settings of a job of torchtitan, from files or flags, under one set of names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +79,7 @@ class TitanJob(JobSettings):
         return ", ".join(f"{path} = {shown(self.get(path)).strip(chr(39))}" for path in paths)
 
     def without_counterpart(self) -> dict[str, Any]:
-        """What nobody has asked for, and is not at its default."""
+        """Settings that differ from their defaults and that no translation has read."""
         return {
             left.path: left.value
             for left in self.unread()

@@ -10,7 +10,7 @@ from fivefold.config.translation import Named
 DECAYS: Mapping[str, str] = MappingProxyType(
     {"linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
 )
-"""Shapes of its decay: what they are here."""
+"""Shape of torchtitan's decay -> its name here."""
 
 
 def of_optimizer(job: TitanJob, lost: list[str]) -> Named:

@@ -1,4 +1,4 @@
-"""What releases of torchtitan can be told, under the names of the newest TOML files."""
+"""Settings that releases of torchtitan take, under the names of the newest TOML files."""
 
 import json
 from collections.abc import Iterable, Mapping

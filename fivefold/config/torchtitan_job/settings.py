@@ -103,7 +103,7 @@ def translate(job: TitanJob, ranks: int | None = None, model_given: bool = False
 
 
 def _fitting_together(values: dict[str, Any], lost: list[str]) -> dict[str, Any]:
-    """Settings without those that do not go with others here, each of which is told."""
+    """Settings without those that do not go with others here, each of which is reported."""
     by_tensor = values.get("fp8_format") and values.get("fp8_recipe") == "tensorwise"
     if values.get("tp_comm_overlap") and by_tensor:
         values["tp_comm_overlap"] = False
@@ -134,7 +134,7 @@ _HINTS: Mapping[str, str] = MappingProxyType(
         "profiling.enable_memory_snapshot": "--record-memory-history",
     }
 )
-"""What stands for settings here."""
+"""Setting of torchtitan -> what to use here in its place."""
 
 
 def _model(job: TitanJob, lost: list[str]) -> ModelConfig | None:

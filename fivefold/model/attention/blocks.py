@@ -60,7 +60,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Sight:
+class DocumentMask:
     """Which keys the queries of a row see: those of their document, not after themselves.
 
     Attributes:
@@ -72,9 +72,9 @@ class Sight:
     window: int | None = None
 
     @staticmethod
-    def of(documents: Sequence[int], reach: Reach) -> "Sight":
+    def of(documents: Sequence[int], reach: Reach) -> "DocumentMask":
         """What queries see of documents that start there: a chunk is a document of its own."""
-        return Sight(reach.starts(documents), reach.window)
+        return DocumentMask(reach.starts(documents), reach.window)
 
     @property
     def whole(self) -> bool:
@@ -153,7 +153,7 @@ def indices(spans: Sequence[Span], of: Span) -> Span:
 
 
 def cut(
-    queries: Sequence[Span], keys: Sequence[Span], sight: Sight, tile: int = TILE
+    queries: Sequence[Span], keys: Sequence[Span], mask: DocumentMask, tile: int = TILE
 ) -> tuple[Block, ...]:
     """The blocks that compute attention of query spans to key spans.
 
@@ -162,21 +162,21 @@ def cut(
     """
     found: list[Block] = []
     for span in queries:
-        for segment in sight.segments(span):
+        for segment in mask.segments(span):
             q_base = indices(queries, segment.queries)[0] - segment.queries[0]
             for held in common(keys, (segment.keys,)):
                 k_base = indices(keys, held)[0] - held[0]
-                for block in _meet(segment.queries, held, sight, tile):
+                for block in _meet(segment.queries, held, mask, tile):
                     q, k = _moved(block.q, q_base), _moved(block.k, k_base)
                     found.append(replace(block, q=q, k=k))
     return _together(found)
 
 
-def _meet(queries: Span, keys: Span, sight: Sight, tile: int) -> Iterator[Block]:
+def _meet(queries: Span, keys: Span, mask: DocumentMask, tile: int) -> Iterator[Block]:
     """Blocks whose spans are positions, not yet indices."""
     before = keys[0], min(keys[1], queries[0])
     own = max(keys[0], queries[0]), keys[1]
-    window = sight.window
+    window = mask.window
     if window is None or queries[1] - 1 - keys[0] <= window:
         if before[0] < before[1]:
             yield Block(queries, before, Visibility.FULL)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.model.attention.blocks import Block, Sight, Span, cut, joined
+from fivefold.model.attention.blocks import Block, DocumentMask, Span, cut, joined
 from fivefold.model.attention.kernels import BlockKernel, choose_kernel
 from fivefold.model.attention.scores import USUAL, Scores
 from fivefold.model.dropout import HeadDropout, PairDropout
@@ -175,7 +175,7 @@ def local_attention(
     q_BSND: Tensor,
     k_BLGD: Tensor,
     v_BLGD: Tensor,
-    sight: Sight,
+    mask: DocumentMask,
     sinks: Tensor | None = None,
     drop: HeadDropout | None = None,
     scores: Scores = USUAL,
@@ -186,7 +186,7 @@ def local_attention(
         q_BSND: queries, the last S tokens of each row.
         k_BLGD: keys.
         v_BLGD: values.
-        sight: keys that are seen, of each row alike, or of all B * L tokens in one row.
+        mask: keys that are seen, of each row alike, or of all B * L tokens in one row.
         sinks: logits [N], see `model.attention.grouped_query.Scope`.
         drop: dropout of the probabilities, or None.
         scores: how scores are made of q k^T.
@@ -194,14 +194,14 @@ def local_attention(
     Returns:
         [B, S, N, Dv].
     """
-    shape, length, last = q_BSND.shape, k_BLGD.shape[1], sight.starts[-1]
+    shape, length, last = q_BSND.shape, k_BLGD.shape[1], mask.starts[-1]
     k_ids = None if drop is None else drop.token_ids_BL
     q_ids = None if k_ids is None else k_ids[:, -shape[1] :]
     if last > length:
         q_BSND, k_BLGD, v_BLGD = (x.flatten(0, 1)[None] for x in (q_BSND, k_BLGD, v_BLGD))
         q_ids, k_ids = (None if x is None else x.reshape(1, -1) for x in (q_ids, k_ids))
     queries = [(end - shape[1], end) for end in range(length, last + 1, length)]
-    blocks = cut(joined(queries), ((0, last),), sight)
+    blocks = cut(joined(queries), ((0, last),), mask)
     dropping = drop, q_ids, k_ids
     out: Tensor = _Local.apply(q_BSND, k_BLGD, v_BLGD, sinks, blocks, dropping, scores)
     return out.reshape(*shape[:3], -1)

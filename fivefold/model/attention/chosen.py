@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fivefold.description.pieces import of_chosen
 from fivefold.model.attention.sparse import (
-    Choosing,
+    ChoiceSettings,
     IndexScores,
     SomeQueries,
     View,
@@ -45,7 +45,7 @@ class Read:
     unrotated: int
 
 
-def attended(read: Read, rule: Choosing, view: View, scale: float) -> tuple[Tensor, Tensor]:
+def attended(read: Read, rule: ChoiceSettings, view: View, scale: float) -> tuple[Tensor, Tensor]:
     """The output [B, S, N, V], and the log-sum-exp of scores [B, S, N].
 
     Args:
@@ -67,7 +67,7 @@ def attended(read: Read, rule: Choosing, view: View, scale: float) -> tuple[Tens
 
 def gradients(
     read: Read,
-    rule: Choosing,
+    rule: ChoiceSettings,
     view: View,
     scale: float,
     saved: tuple[Tensor, Tensor, Tensor],
@@ -132,7 +132,9 @@ class _Up:
         return torch.einsum("bqnv,nvc->bqnc", grad_BqNV, self.values)
 
 
-def _steps(read: Read, up: _Up, rule: Choosing, view: View, scale: float) -> Iterator["_Some"]:
+def _steps(
+    read: Read, up: _Up, rule: ChoiceSettings, view: View, scale: float
+) -> Iterator["_Some"]:
     rows, _, heads, _ = read.q_BSND.shape
     features = read.latent_BLC.shape[-1]
 
@@ -156,7 +158,7 @@ class _Some:
     """
 
     def __init__(
-        self, read: Read, up: _Up, rule: Choosing, queries: SomeQueries, scale: float
+        self, read: Read, up: _Up, rule: ChoiceSettings, queries: SomeQueries, scale: float
     ) -> None:
         self.rows, self.keys, self._latent = queries.rows, queries.keys, up.keys.shape[2]
         wide, count = up.keys.dtype, min(rule.topk, queries.count)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.attention.blocks import Sight, flash_takes
+from fivefold.model.attention.blocks import DocumentMask, flash_takes
 from fivefold.model.attention.blockwise import local_attention
 from fivefold.model.attention.cuda_kernels import runs_own
 from fivefold.model.attention.output_gate import gated_output, split_gate
@@ -97,8 +97,8 @@ def attention(
         return packed_attention(q_BSND, k_BLGD, v_BLGD, pieces, packed, scope.sinks)
     if sliced or special or drop is not None:
         starts = (0, k_BLGD.shape[1]) if scope.documents is None else scope.documents.starts
-        sight = Sight(starts, scope.window)
-        return local_attention(q_BSND, k_BLGD, v_BLGD, sight, scope.sinks, drop, scope.scores)
+        mask = DocumentMask(starts, scope.window)
+        return local_attention(q_BSND, k_BLGD, v_BLGD, mask, scope.sinks, drop, scope.scores)
     return sdpa_attention(q_BSND, k_BLGD, v_BLGD, scope)
 
 

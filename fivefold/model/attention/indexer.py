@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.attention.sparse import Choosing, Index, IndexerTraining, SomeQueries
+from fivefold.model.attention.sparse import ChoiceSettings, Index, IndexerTraining, SomeQueries
 from fivefold.model.context import Context
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.norms import LayerNorm, key_norm
@@ -80,7 +80,7 @@ class Indexer(LayerBlock):
         training = self._training(len(w_TI), context)
         shape = self.model.indexer
         instead = None if self.choice is None else partial(self.choice, self, context)
-        rule = Choosing(heads, shape.topk, shape.size**-0.5, training, instead)
+        rule = ChoiceSettings(heads, shape.topk, shape.size**-0.5, training, instead)
         return Index(q_BSID, k_BSD, w_BSI, rule)
 
     def _training(self, tokens: int, context: Context) -> IndexerTraining | None:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fivefold.description.pieces import of_all, pieces
-from fivefold.model.attention.blocks import Sight, Span, indices, num_tokens
+from fivefold.model.attention.blocks import DocumentMask, Span, indices, num_tokens
 from fivefold.model.batch import Documents
-from fivefold.model.context import Noted
+from fivefold.model.context import BackwardLosses
 from fivefold.model.dora import Summed
 
 _LEAST = 1e-10
@@ -44,11 +44,11 @@ class IndexerTraining:
     loss_scale: Tensor | None
     heads: int
     summed: Summed
-    noted: Noted
+    noted: BackwardLosses
 
 
 @dataclass(frozen=True)
-class Choosing:
+class ChoiceSettings:
     """How tokens are chosen.
 
     Attributes:
@@ -90,7 +90,7 @@ class Index:
     q_BSID: Tensor
     k_BLD: Tensor
     w_BSI: Tensor
-    rule: Choosing
+    rule: ChoiceSettings
 
 
 def sparse_attention(
@@ -115,7 +115,7 @@ def sparse_attention(
     length = k_BLND.shape[1]
     begins_BL = None if documents is None else documents.begins_BL
     queries, whole = (length - q_BSND.shape[1], length), (0, length)
-    view = View((queries,), (whole,), Sight(whole), begins_BL)
+    view = View((queries,), (whole,), DocumentMask(whole), begins_BL)
     out: Tensor = _Sparse.apply(*tensors, index.rule, view, scale)
     return out
 
@@ -126,13 +126,13 @@ class View:
 
     Attributes:
         queries, keys: positions in a row of the tokens that are here, ascending.
-        sight: documents of a row, as far as all rows have the same.
-        begins_BL: position of the first token of each token's document; None: by `sight`.
+        mask: documents of a row, as far as all rows have the same.
+        begins_BL: position of the first token of each token's document; None: by `mask`.
     """
 
     queries: tuple[Span, ...]
     keys: tuple[Span, ...]
-    sight: Sight
+    mask: DocumentMask
     begins_BL: Tensor | None
 
     def pieces(self, rows: int, numbers: Callable[[int], int]) -> Iterator["SomeQueries"]:
@@ -143,7 +143,7 @@ class View:
             numbers: number of keys -> numbers that are held at once for a query.
         """
         for span in pieces(rows, numbers(num_tokens(self.keys)), self.queries):
-            segment = next(self.sight.segments(span))
+            segment = next(self.mask.segments(span))
             seen = segment.keys[0], span[1]
             places = indices(self.queries, span), indices(self.keys, seen)
             yield SomeQueries(self, span, seen, *(slice(*place) for place in places))
@@ -246,7 +246,7 @@ class _Sparse(torch.autograd.Function):
 
 
 def attended(
-    tensors: Sequence[Tensor], rule: Choosing, view: View, scale: float
+    tensors: Sequence[Tensor], rule: ChoiceSettings, view: View, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The output [B, S, N, D], and the log-sum-exp of scores [B, N, S].
 
@@ -273,7 +273,7 @@ def attended(
 
 def gradients(
     tensors: Sequence[Tensor],
-    rule: Choosing,
+    rule: ChoiceSettings,
     view: View,
     scale: float,
     saved: tuple[Tensor, Tensor, Tensor],
@@ -296,7 +296,9 @@ def gradients(
 class _Backward:
     """The backward of one layer, some queries at a time; gradients are summed in at least fp32."""
 
-    def __init__(self, tensors: Sequence[Tensor], rule: Choosing, view: View, scale: float) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], rule: ChoiceSettings, view: View, scale: float
+    ) -> None:
         self._tensors, self._rule, self._view, self._scale = tensors, rule, view, scale
         self._q, self._k, self._v = by_heads(*tensors[:3])
         self._wide = self._q.dtype
@@ -380,7 +382,7 @@ def divergence(p_BqL: Tensor, own_BqL: Tensor, training: IndexerTraining) -> tup
 
 
 def scored(
-    tensors: Sequence[Tensor], rule: Choosing, piece: SomeQueries, seen: Tensor
+    tensors: Sequence[Tensor], rule: ChoiceSettings, piece: SomeQueries, seen: Tensor
 ) -> IndexScores:
     """An indexer's scores of the keys of a piece, from its queries, keys and weights."""
     q, k, w = tensors

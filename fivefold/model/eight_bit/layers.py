@@ -54,8 +54,8 @@ def install_eight_bit(stage: Stage, products: EightBit, memory: MemoryConfig) ->
     for place, layer in placed_layers(stage):
         if layer.wide:
             continue
-        remade = memory.of_layer(place).remade_modules
-        after_norm = again if "layernorm" in remade else products
+        recomputed = memory.of_layer(place).recomputed_modules
+        after_norm = again if "layernorm" in recomputed else products
         for block in (module for module in layer.modules() if isinstance(module, LayerBlock)):
             if isinstance(block, Indexer):
                 continue
@@ -65,7 +65,7 @@ def install_eight_bit(stage: Stage, products: EightBit, memory: MemoryConfig) ->
         if isinstance(layer.mlp, MoE):
             for grouped in layer.mlp.experts.into:
                 grouped.products = EightBitExperts(products)
-            after_act = again if "moe_act" in remade else products
+            after_act = again if "moe_act" in recomputed else products
             layer.mlp.experts.down_proj.products = EightBitExperts(after_act)
     for prediction in stage.predictions:
         prediction.eh_proj.multiply = products

@@ -238,7 +238,7 @@ def _largest(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _narrow_to(y, bits, place, inside, limit: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store what fits; NaN stays."""
+    """Clamp to [-limit, limit], cast and store; NaN stays NaN."""
     fitting = tl.minimum(tl.maximum(y, -limit), limit)
     y = tl.where(y != y, y, fitting)
     tl.store(bits + place, y.to(bits.dtype.element_ty), mask=inside)

@@ -107,7 +107,7 @@ def _walk(chunks: Sequence[Tensor], active: Sequence[int]) -> Tensor:
     reads = (q @ k.mT)[:, :, None] * left
     corrections = corrected(meets, v, k_each * begun, rate)
     k_left, kept = k_each * left[..., -1, :, None], begun[..., -1:, :]
-    return walked(StatesMeet(*corrections, q_each * begun, reads, k_left, kept), active)
+    return walked(ChunkTransition(*corrections, q_each * begun, reads, k_left, kept), active)
 
 
 def corrected(meets: Tensor, v: Tensor, k_begun: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def corrected(meets: Tensor, v: Tensor, k_begun: Tensor, rate: Tensor) -> tuple[
     return fresh, stale
 
 
-class StatesMeet(NamedTuple):
+class ChunkTransition(NamedTuple):
     """How chunks read and change the states that reach them.
 
     Attributes:
@@ -145,7 +145,7 @@ class StatesMeet(NamedTuple):
     kept: Tensor
 
 
-def walked(chunks: StatesMeet, active: Sequence[int]) -> Tensor:
+def walked(chunks: ChunkTransition, active: Sequence[int]) -> Tensor:
     """What queries read, one chunk after another of each document; see `StateRule.walk`."""
     first, key = chunks.fresh, chunks.stale.shape[-1]
     state = first.new_zeros(active[0], *first.shape[1:3], key, first.shape[-1])

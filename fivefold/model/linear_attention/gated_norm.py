@@ -13,8 +13,8 @@ from fivefold.model.leaves import local
 from fivefold.model.norms import inverse_root_mean_square
 from fivefold.model.traced import result
 
-Opening = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""What a gate multiplies with, and its slope."""
+GateActivation = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Activation of a gate: gate -> (its value, its derivative), of the gate's shape."""
 
 
 class _GatedNorm(nn.Module):
@@ -55,7 +55,7 @@ class _NormThenGate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, opening: Opening
+        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, opening: GateActivation
     ) -> Tensor:
         ctx.save_for_backward(x, gate, weight)
         ctx.epsilon, ctx.opening = epsilon, opening

@@ -44,7 +44,7 @@ class KimiDeltaAttention(StateLayer):
         """For each head: the logarithm of its decay rate, and the bias of each feature's step."""
         return self.A_log, self.dt_bias
 
-    def told(self, x_TH: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def kernel_inputs(self, x_TH: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """See `StateLayer`."""
         drops = context.layer.adapters
         mixed, learn = self.project(x_TH, self.in_proj_qkv, self.b_proj, drops=drops)

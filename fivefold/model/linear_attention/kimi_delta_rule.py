@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fivefold.model.linear_attention.chunks import DocumentChunks
 from fivefold.model.linear_attention.delta_rule import (
+    ChunkTransition,
     DeltaChunks,
-    StatesMeet,
     corrected,
     learning,
     mixed_chunks,
@@ -57,7 +57,7 @@ def _walk(chunks: Sequence[Tensor], active: Sequence[int]) -> Tensor:
     k_left = k * _after(fade).exp()
     each = (x[:, :, None] for x in (q * begun, k_left, begun[..., -1, :, None]))
     q_read, k_left, kept = each
-    return walked(StatesMeet(*corrections, q_read, reads, k_left, kept), active)
+    return walked(ChunkTransition(*corrections, q_read, reads, k_left, kept), active)
 
 
 def _met(x: Tensor, y: Tensor, fade: Tensor) -> Tensor:

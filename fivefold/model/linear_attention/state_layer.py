@@ -22,7 +22,7 @@ from fivefold.model.linear_attention.recurrence import StateGroup
 from fivefold.model.shards import MicrobatchShare
 
 
-class Within(NamedTuple):
+class StateScope(NamedTuple):
     """Which tokens a state remembers.
 
     Attributes:
@@ -53,13 +53,13 @@ class StateKernel(Protocol):
     """The convolution and the states within each document."""
 
     def __call__(
-        self, mixed_BLGF: Tensor, rates_BLGR: Tensor, layer: "StateLayer", within: Within, /
+        self, mixed_BLGF: Tensor, rates_BLGR: Tensor, layer: "StateLayer", within: StateScope, /
     ) -> Tensor:
         """What states answer, [B, L, G, r V]; `layer` has what its heads have learned."""
 
 
 def plain_states(
-    mixed_BLGF: Tensor, rates_BLGR: Tensor, layer: "StateLayer", within: Within
+    mixed_BLGF: Tensor, rates_BLGR: Tensor, layer: "StateLayer", within: StateScope
 ) -> Tensor:
     """The kernel of one rank's tokens."""
     learned = layer.learned()
@@ -119,15 +119,15 @@ class StateLayer(LayerBlock):
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; reads within the rows and documents of `context`."""
-        mixed, rates, gate = self.told(x_TH, context)
+        mixed, rates, gate = self.kernel_inputs(x_TH, context)
         if context.sequence is not None:
             mixed, rates = context.sequence.join(self.site, mixed, rates)
-        within = Within(context.recurrence, context.part)
+        within = StateScope(context.recurrence, context.part)
         read = self.kernel(mixed, rates, self, within)[:, -gate.shape[1] :]
         normed_TF = self.norm(read, gate).flatten(2).flatten(0, 1)
         return self.project_back(normed_TF, self.out_proj, context.layer.adapters)
 
-    def told(self, x_TH: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def kernel_inputs(self, x_TH: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """What is mixed, rates, and gates of what is read, [B, S, G, ...] each."""
         group, drops = self.group, context.layer.adapters
         projected = self.project(x_TH, *self.projections, drops=drops)

@@ -77,7 +77,7 @@ class ExpertChoice:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RouterGroups:
     """Ranks over which a router sums statistics, without gradients. Default: one device.
 
     Attributes:
@@ -145,7 +145,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(experts) if with_bias else None)
         self.model, self.layer, self.settings = model, layer, settings
         self.global_batch_size = 1
-        self.surroundings = Surroundings()
+        self.surroundings = RouterGroups()
         self.choice: Choice = plain_choice
         self.limit: Limit = plain_limit
         self.turns: Callable[[Tensor], Tensor] = plain_turns

@@ -40,11 +40,11 @@ class MeasuredPieces:
             f"{human_seconds(part.w):>10}"
             for kind, part in self.kinds.items()
         ]
-        told = f"a message {human_seconds(self.hop)}"
+        latency = f"a message {human_seconds(self.hop)}"
         return [
             f"{'measured':<10}{'F':>10}{'dX':>10}{'dW':>10}",
             *rows,
-            f"{told}; the stages that ran take these sums to within {self.unexplained:.1%}",
+            f"{latency}; the stages that ran take these sums to within {self.unexplained:.1%}",
         ]
 
 

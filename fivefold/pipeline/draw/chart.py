@@ -25,7 +25,7 @@ COLOURS = {
     Kind.B: (pages.DX, pages.DX_LIGHT),
     Kind.BW: (pages.DX_AND_DW, pages.DX_AND_DW_LIGHT),
     Kind.W: (pages.DW, pages.DW_LIGHT),
-    Kind.R: (pages.AGAIN, pages.AGAIN_LIGHT),
+    Kind.R: (pages.RECOMPUTED, pages.RECOMPUTED_LIGHT),
 }
 HELD_MEANING = "held for backward"
 ORDINALS = ("first", "second", "third")

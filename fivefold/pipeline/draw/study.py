@@ -162,8 +162,8 @@ def measured_results(acts: Sequence[MeasuredAct], title: str) -> list[StudyResul
     """
     program, simulation = measured_program(acts)
     costs = median_costs(program, simulation)
-    told = f"the same simulated with its median times, latency {human_seconds(costs.hop)}"
-    shown = (f"{title}, measured", simulation), (told, simulate(program, costs))
+    simulated = f"the same simulated with its median times, latency {human_seconds(costs.hop)}"
+    shown = (f"{title}, measured", simulation), (simulated, simulate(program, costs))
     bound = work_bound(program, costs)
     share = program.num_copies * program.num_ranks / program.num_stages
     footprint = Footprint((share,) * program.num_stages)

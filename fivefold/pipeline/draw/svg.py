@@ -95,7 +95,7 @@ def _act(chart: Chart, timed: Timed, scale: float, y: float) -> Iterator[str]:
         yield (
             f'<rect x="{x:.2f}" y="{top:.1f}" width="{max(width - 0.6, 0.2):.2f}" '
             f'height="{height - 0.6:.1f}" fill="{COLOURS[kid.kind][shade]}">'
-            f"<title>{escape(_told(chart, timed, kid))}</title></rect>"
+            f"<title>{escape(_tooltip(chart, timed, kid))}</title></rect>"
         )
         label = chart.label(kid)
         if len(label) * _CHARACTER + 2 <= width:
@@ -104,7 +104,7 @@ def _act(chart: Chart, timed: Timed, scale: float, y: float) -> Iterator[str]:
             yield _text(x + (width - len(label) * _CHARACTER) / 2, middle, label, kind)
 
 
-def _told(chart: Chart, timed: Timed, act: Act) -> str:
+def _tooltip(chart: Chart, timed: Timed, act: Act) -> str:
     unit = chart.unit
     return f"{act}: {timed.start:.6g}{unit} to {timed.end:.6g}{unit}"
 

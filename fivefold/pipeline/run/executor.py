@@ -25,8 +25,8 @@ from fivefold.pipeline.ir import (
     Piece,
     Program,
 )
-from fivefold.pipeline.run.messages import Mail
-from fivefold.pipeline.run.turns import Turns
+from fivefold.pipeline.run.interleaver import Interleaver
+from fivefold.pipeline.run.messages import StepMessages
 from fivefold.tensor.deferred_weight import DeferredWeights, Work
 
 Observer = Callable[[Act], AbstractContextManager[object]]
@@ -79,7 +79,7 @@ class Executor:
     hidden_shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
-    turns: Turns
+    turns: Interleaver
     delays_weights: bool = False
     observe: Observer = field(default=nullcontext)
     enter: Callable[[Act | None], None] = field(default=lambda act: None)
@@ -140,8 +140,8 @@ class _Step:
         self._program, self._batches = program, batches
         self._scale = scale.to(torch.promote_types(executor.dtype, torch.float32))
         self._acts = program.ranks[executor.pp_rank]
-        self._predicts = batches[0].num_further > 0
-        self._mail = Mail(
+        self._predicts = batches[0].mtp_depth > 0
+        self._mail = StepMessages(
             executor.group, executor.lines, executor.hidden_shape, executor.dtype, executor.device
         )
         self._recomputed = {act.piece for act in self._acts if act.kind is Kind.R}

@@ -23,7 +23,7 @@ Address = tuple[Direction, int, int, int]
 """(direction, receiving stage, microbatch, slice)."""
 
 
-class Mail:
+class StepMessages:
     """The tensors of one step that are being sent, received or passed on locally.
 
     Args:

@@ -14,7 +14,7 @@ from fivefold.pipeline.schedules.fixed import Orders
 
 
 @dataclass(frozen=True)
-class Taste:
+class HeuristicOptions:
     """Options of the heuristic.
 
     Attributes:
@@ -30,7 +30,7 @@ class Taste:
     patient: bool
 
 
-TASTES = tuple(Taste(*choices) for choices in product((True, False), repeat=3))
+ALL_OPTIONS = tuple(HeuristicOptions(*choices) for choices in product((True, False), repeat=3))
 
 
 class AutomaticZeroBubble:
@@ -41,7 +41,7 @@ class AutomaticZeroBubble:
         num_microbatches: microbatches per step.
         cap: maximum activation memory of a rank, in the unit of the footprint.
         footprint: activation memory of a microbatch on each stage.
-        taste: options of the heuristic.
+        options: options of the heuristic.
 
     Attributes:
         orders: actions of each rank.
@@ -49,10 +49,15 @@ class AutomaticZeroBubble:
     """
 
     def __init__(
-        self, costs: Costs, num_microbatches: int, cap: float, footprint: Footprint, taste: Taste
+        self,
+        costs: Costs,
+        num_microbatches: int,
+        cap: float,
+        footprint: Footprint,
+        options: HeuristicOptions,
     ) -> None:
         self._costs = {Kind.F: costs.f, Kind.B: costs.b, Kind.W: costs.w}
-        self._hop, self._total, self._cap, self._taste = costs.hop, num_microbatches, cap, taste
+        self._hop, self._total, self._cap, self._options = costs.hop, num_microbatches, cap, options
         self._num_ranks = len(costs.f)
         sizes = [footprint.size(rank) for rank in range(self._num_ranks)]
         self._sizes = {
@@ -106,7 +111,7 @@ class AutomaticZeroBubble:
             size, cost = self._sizes[Kind.F][rank], self._costs[Kind.F][rank]
             arrival = first_b + self._hop
             while 1 + more[rank] < self._total and held + size <= self._cap:
-                if clock + cost > arrival if self._taste.early else clock >= arrival:
+                if clock + cost > arrival if self._options.early else clock >= arrival:
                     break
                 held, clock, more[rank] = held + size, clock + cost, more[rank] + 1
             first_b = max(clock, arrival) + self._costs[Kind.B][rank]
@@ -132,7 +137,7 @@ class AutomaticZeroBubble:
 
     def _b_first(self, rank: int) -> bool:
         """Whether the rank should wait for the next rank's B instead of running F."""
-        if not self._taste.prefer_b or rank + 1 == self._num_ranks:
+        if not self._options.prefer_b or rank + 1 == self._num_ranks:
             return False
         ahead = self._done[Kind.F][rank] - self._done[Kind.F][rank + 1]
         if ahead < 2:
@@ -178,7 +183,7 @@ class AutomaticZeroBubble:
         wait = arrival - self._clock[rank]
         if self._pending(rank) and wait > 0:
             idlest = wait > max(self._idle) - self._idle[rank]
-            if idlest or self._taste.patient:
+            if idlest or self._options.patient:
                 self._put(rank, Kind.W)
 
     def _put(self, rank: int, kind: Kind) -> None:

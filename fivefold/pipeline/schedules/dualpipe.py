@@ -12,7 +12,13 @@ from fivefold.pipeline.schedules.fixed import Orders, Task, nearest_choices, onl
 
 
 def dualpipe_v(task: Task) -> Orders:
-    """Bubble (P-1)(F&B + B - 3W) per stage, B being both halves; holds 2P+1 stages. M >= 2P."""
+    """DualPipeV (DeepSeek-AI, 2025): two stages per rank, placed in a V; M >= 2P.
+
+    Bubble (P-1)(F&B + B - 3W) per stage, B being both halves; holds 2P+1 stages.
+
+    Raises:
+        ConfigError: there are fewer microbatches than 2P.
+    """
     ranks, total = task.num_ranks, task.num_microbatches
     if total < 2 * ranks and not task.forward_only:
         raise ConfigError(_too_few("dualpipe_v", total, ranks))
@@ -29,6 +35,9 @@ def dualpipe(task: Task) -> Orders:
     """Bubble (P/2-1)(F&B + B - 3W); each of the two copies holds P+1 microbatches of its stage.
 
     P and M even, M >= 2P. DualPipeV has the same bubble with one copy on half the ranks.
+
+    Raises:
+        ConfigError: P or M is odd, or M is less than 2P.
     """
     ranks, total = task.num_ranks, task.num_microbatches
     if ranks % 2:

@@ -21,7 +21,7 @@ from fivefold.pipeline.split.cuts import (
     GRAIN,
     Cuts,
     CutTable,
-    Room,
+    MemoryLimit,
     even,
     improved,
     searched,
@@ -64,7 +64,10 @@ def weigh(parts: Parts, split: Split) -> Balance:
 
 
 def balance(
-    parts: Parts, placement: tuple[int, ...], room: Room | None = None, clock: Clock | None = None
+    parts: Parts,
+    placement: tuple[int, ...],
+    room: MemoryLimit | None = None,
+    clock: Clock | None = None,
 ) -> Balance:
     """Split a model into stages for a placement; deterministic.
 

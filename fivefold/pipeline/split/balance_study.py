@@ -20,7 +20,7 @@ from fivefold.pipeline.ir import loop_placement
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.pipeline.split.balance import Balance, balance, schedule_clock, weigh
-from fivefold.pipeline.split.cuts import Room
+from fivefold.pipeline.split.cuts import MemoryLimit
 from fivefold.pipeline.split.layout import SplitSettings
 from fivefold.pipeline.split.stages import layout_string, stage_table
 from fivefold.units import human_bytes
@@ -39,7 +39,7 @@ class Cut:
 
     parts: Parts
     balance: Balance
-    room: Room
+    room: MemoryLimit
     layout: str
 
     @property
@@ -179,8 +179,8 @@ def _order(schedule: str | None, placement: tuple[int, ...], study: Study) -> st
     return "gpipe"  # any placement
 
 
-def _room(name: str, placement: tuple[int, ...], study: Study, memory: float) -> Room:
+def _room(name: str, placement: tuple[int, ...], study: Study, memory: float) -> MemoryLimit:
     """The memory limit of a rank, with the microbatches in flight on each stage."""
     peaks = peak_in_flight(build_program(name, placement, study.num_microbatches))
     each = len(placement) // study.num_ranks
-    return Room(memory, tuple(peaks[rank] / each for rank in placement))
+    return MemoryLimit(memory, tuple(peaks[rank] / each for rank in placement))

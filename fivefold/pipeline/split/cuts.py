@@ -24,7 +24,7 @@ _Score = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryLimit:
     """The memory limit of a rank.
 
     Attributes:
@@ -39,7 +39,7 @@ class Room:
 class CutTable:
     """Prefix sums over the model's items, to evaluate splits quickly."""
 
-    def __init__(self, parts: Parts, placement: tuple[int, ...], room: Room | None) -> None:
+    def __init__(self, parts: Parts, placement: tuple[int, ...], room: MemoryLimit | None) -> None:
         self.parts, self.placement, self.room = parts, placement, room
         self.num_ranks = max(placement) + 1
         self.size = len(parts.items)
@@ -113,7 +113,7 @@ class _MemoryTable(CutTable):
     def __init__(
         self, parts: Parts, placement: tuple[int, ...], in_flight: tuple[float, ...]
     ) -> None:
-        super().__init__(parts, placement, Room(inf, in_flight))
+        super().__init__(parts, placement, MemoryLimit(inf, in_flight))
         whole = sum(self.load(stage, 0, self.size) for stage in range(len(placement)))
         self.grain = GRAIN * whole / self.num_ranks or 1.0
 

@@ -34,7 +34,7 @@ def orthogonalising_seconds(
     """Seconds for Muon to orthogonalise the matrices of some stages, on the busiest of the ranks
     that share them.
 
-    Work is dealt out evenly, but no matrix to several ranks; parts come and go in one round.
+    Work is divided evenly, but no matrix to several ranks; parts come and go in one round.
     """
     if layout.config.optimizer.optimizer != "muon":
         return 0.0
@@ -44,17 +44,17 @@ def orthogonalising_seconds(
     groups = [span(cluster, parts * shards, stride) for (parts, shards), stride in ways]
     found, held = 0.0, [*_held(layout, stages)]
     for experts, group in enumerate(groups):
-        dealt = longest = elements = 0.0
+        assigned = longest = elements = 0.0
         for matrix, whole, theirs, count in held:
             if theirs != experts:
                 continue
             seconds = _seconds(cluster.gpu, whole, precision, steps)
             if matrix.is_split:
-                dealt, longest = dealt + count * seconds, max(longest, seconds)
+                assigned, longest = assigned + count * seconds, max(longest, seconds)
                 elements += count * prod(whole)
             else:
                 found += count * seconds
-        found += max(dealt / group.size, longest)
+        found += max(assigned / group.size, longest)
         sent = elements * (wide + ELEMENT[precision]) / group.size**2
         inside, across = sent * (group.inner - 1), sent * (group.size - group.inner)
         found += all_to_all(cluster, group, inside, across) if elements else 0.0

@@ -11,7 +11,7 @@ from fivefold.hardware import Gpu
 from fivefold.layout import Layout
 from fivefold.mesh.buckets import buckets_of
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.data_parallel.zeropp import Together, gather_seconds, reduction_seconds
+from fivefold.predict.data_parallel.zeropp import SharedMessage, gather_seconds, reduction_seconds
 from fivefold.predict.software import Software
 from fivefold.predict.times.communication import (
     GroupSpan,
@@ -27,7 +27,7 @@ COPIED = 6.0
 
 
 @dataclass(frozen=True)
-class Moves:
+class StageTransfers:
     """Data-parallel communication of one stage.
 
     Attributes:
@@ -78,7 +78,7 @@ def _together_for_experts(layout: Layout) -> int:
     return num_expert_shards(layout) if shared else layout.grid.edp
 
 
-def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts) -> Moves:
+def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts) -> StageTransfers:
     """The communication of a stage's parameters and gradients, block by block or in buckets."""
     parallel = layout.config.parallel
     shard, expert = data_groups(layout, cluster)
@@ -86,7 +86,7 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
     if not layout.config.gathers_weights() and not software.by_tensor:
         buckets = [*_buckets(layout, spec, shard, expert)]
         seconds = sum(all_reduce(cluster, group, size * wire) for group, size in buckets)
-        return Moves(0.0, seconds, len(buckets))
+        return StageTransfers(0.0, seconds, len(buckets))
     whole = not parallel.sharding.splits_optimizer
     grid = layout.grid
     every = (
@@ -97,12 +97,12 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
     in_pairs = parallel.ddp_reduce_scatter_with_fp32_accumulation
     rate = software.gather_rate
 
-    def gathered(each: Together) -> float:
+    def gathered(each: SharedMessage) -> float:
         if rate:
             return each.size * 2 / rate
         return gather_seconds(layout, cluster, each)
 
-    def reduced(each: Together) -> float:
+    def reduced(each: SharedMessage) -> float:
         sent = each.size * wire
         if whole:
             return all_reduce(cluster, each.group, sent)
@@ -118,7 +118,9 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
 
     ends = spec.embedding and software.waits_for_ends and not whole
 
-    def total(seconds: Callable[[Together], float], *, trained: bool, first: bool = False) -> float:
+    def total(
+        seconds: Callable[[SharedMessage], float], *, trained: bool, first: bool = False
+    ) -> float:
         sent = _together(layout, spec, (shard, expert), software, trained=trained)
         return sum(each.count * seconds(each) for each in sent if each.ends or not first)
 
@@ -130,7 +132,7 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
         elements = total(lambda each: float(each.size), trained=True)
         messages = ceil(elements / software.bucket)
         copied = elementwise(cluster.gpu, elements * COPIED * wire, 3 * messages)
-    return Moves(
+    return StageTransfers(
         arriving,
         total(reduced, trained=True) + copied,
         messages,
@@ -167,7 +169,7 @@ def _together(
     software: Software,
     *,
     trained: bool,
-) -> Iterator[Together]:
+) -> Iterator[SharedMessage]:
     """What a stage sends at once: each block's parameters, or each parameter.
 
     `groups`: those of dense parameters and of experts; `trained`: only of what is trained.
@@ -186,7 +188,7 @@ def _together(
             for piece in [(shape,) for shape in shapes] if by_tensor else [shapes]:
                 if piece:
                     alike = block.count, place == 0, bool(experts)
-                    yield Together(group, stride, node, piece, few, *alike)
+                    yield SharedMessage(group, stride, node, piece, few, *alike)
 
 
 def _buckets(

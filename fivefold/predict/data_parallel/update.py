@@ -64,11 +64,11 @@ def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: V) -> V:
     moments back; buckets on both ways pass each other. What lies on a disk is read and written
     there meanwhile, bucket by bucket.
     """
-    state, weights = policy.master + policy.moments, policy.compute * policy.away
+    state, weights = policy.master + policy.moments, policy.compute * policy.offloads_weights
     touched = 3 * policy.gradient + 2 * state + policy.master + policy.compute
-    written = 2 * state * policy.on_disk + policy.compute * policy.away_on_disk
+    written = 2 * state * policy.on_disk + policy.compute * policy.weights_on_disk
     times = [written * cluster.sharing / cluster.disk_bandwidth]
-    if policy.visits:
+    if policy.updates_on_device:
         there, back = policy.gradient + state, state + weights
         times.append(max(there, back) / cluster.host_bandwidth)
         times.append((there + back + 2 * weights) / cluster.host_rate)
@@ -83,8 +83,8 @@ def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: V) -> V:
 def faster_on_device(cluster: Cluster, policy: StatePolicy) -> bool:
     """Whether state in host memory is updated sooner by copying it to the device."""
     there, here = (
-        offload_seconds(cluster, replace(policy, offloaded=1.0, visits=visits), 1.0)
-        for visits in (True, False)
+        offload_seconds(cluster, replace(policy, offloaded=1.0, updates_on_device=on_device), 1.0)
+        for on_device in (True, False)
     )
     return there < here
 
@@ -93,9 +93,9 @@ def bringing_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -
     """Seconds to copy offloaded weights to the device once, while others are read from a disk;
     `parameters`: the number that the rank keeps."""
     rate = cluster.host_bandwidth
-    if policy.away_on_disk:
+    if policy.weights_on_disk:
         rate = min(rate, cluster.disk_bandwidth / cluster.sharing)
-    return policy.away * policy.offloaded * parameters * policy.compute / rate
+    return policy.offloads_weights * policy.offloaded * parameters * policy.compute / rate
 
 
 def leaving_seconds(

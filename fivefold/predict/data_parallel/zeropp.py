@@ -24,7 +24,7 @@ _WEIGHT, _GRADIENT = 2.0, 4.0  # bytes of what is not rounded
 
 
 @dataclass(frozen=True)
-class Together:
+class SharedMessage:
     """Parameters that are sent together.
 
     Attributes:
@@ -53,7 +53,7 @@ class Together:
         return sum(map(prod, self.shapes))
 
 
-def gather_seconds(layout: Layout, cluster: Cluster, sent: Together) -> float:
+def gather_seconds(layout: Layout, cluster: Cluster, sent: SharedMessage) -> float:
     """Seconds to gather parameters, the mean of a step's gathers."""
     group, narrow = sent.group, sent.narrow
     parallel, sizes = layout.config.parallel, UnitSizes.whole(sent.shapes, narrow)
@@ -73,7 +73,7 @@ def gather_seconds(layout: Layout, cluster: Cluster, sent: Together) -> float:
     return (first + (often - 1) * later) / often
 
 
-def reduction_seconds(cluster: Cluster, sent: Together) -> float:
+def reduction_seconds(cluster: Cluster, sent: SharedMessage) -> float:
     """Seconds to reduce gradients as INT4 (qgZ)."""
     sizes, node = UnitSizes.whole(sent.shapes), sent.node.qgz
     message = sizes.message(GRADIENT_BITS, _GRADIENT)

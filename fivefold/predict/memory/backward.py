@@ -7,10 +7,10 @@ from functools import cached_property
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.blocks import GatheredBlock
 from fivefold.description.activations import loss_bytes, loss_gradient_bytes, total
-from fivefold.predict.memory.passage import Change, Passage
 from fivefold.predict.memory.points import ActPoint, gathers
 from fivefold.predict.memory.route import Route
-from fivefold.predict.memory.sizes import remade_at_once
+from fivefold.predict.memory.sizes import recomputed_at_once
+from fivefold.predict.memory.stage_backward import Change, StageBackward
 
 
 def backward_points(
@@ -25,7 +25,7 @@ def backward_points(
     layout, policy = route.layout, route.policy
     hidden = policy.splits_gradient or layout.config.parallel.overlap_grad_reduce
     reduces = policy.reduces and (policy.splits_gradient or last)
-    passage = Passage(layout, policy, reduces and hidden, first, last, deferred)
+    passage = StageBackward(layout, policy, reduces and hidden, first, last, deferred)
     points = list(_Walk(route, passage).points())
     if reduces and not hidden:
         points += _Walk(route, replace(passage, reduces=True)).at_end()
@@ -42,7 +42,7 @@ class _NewGradients:
     """
 
     route: Route
-    passage: Passage
+    passage: StageBackward
 
     @cached_property
     def of_head(self) -> float:
@@ -50,7 +50,7 @@ class _NewGradients:
         route = self.route
         if self.passage.deferred and route.head_with_loss[0]:
             return 0.0  # it exists already
-        fused = route.running.memory.makes_logits_again
+        fused = route.running.memory.recomputes_logits
         fresh = route.policy.fresh if fused else self.passage.fresh
         return route.stage.head * route.vocabulary * fresh
 
@@ -102,7 +102,7 @@ class _Walk:
     """
 
     route: Route
-    passage: Passage
+    passage: StageBackward
 
     @cached_property
     def _new(self) -> "_NewGradients":
@@ -150,8 +150,8 @@ class _Walk:
         yield from (point, activated)
         if route.reruns_experts:
             again = ActPoint("the experts of the last layer, run again", loss=point.loss)
-            remade = route.tokens * remade_at_once(route.running, route.layers)
-            again = again._replace(remade=remade, communication=route.messages[3])
+            recomputed = route.tokens * recomputed_at_once(route.running, route.layers)
+            again = again._replace(recomputed=recomputed, communication=route.messages[3])
             yield again._replace(gradients=self._new.waiting, resharded=point.resharded)
         for place, inside in route.states:
             own, experts = route.own_until_states(place), route.parts[place][0]
@@ -224,7 +224,7 @@ class _Walk:
             done = (*done, experts)
         end = point._replace(
             where=f"the end of {name}",
-            remade=0.0,
+            recomputed=0.0,
             working=0.0,
             activations=-behind - route.kept[place],
             over=over + 1,
@@ -294,16 +294,16 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
     """
     model, running, tokens = route.layout.config.model, route.running, route.tokens
     loss = loss_bytes(model, running)
-    fused = running.memory.makes_logits_again
+    fused = running.memory.recomputes_logits
     dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
     if fused:  # the gradient summed over slices of the vocabulary
         dx += max(running.element_bytes, 4) * model.hidden_size
-    busy, dx = tokens * total(loss).remade, tokens * dx
+    busy, dx = tokens * total(loss).recomputed, tokens * dx
     gathered, messages = route.copies.but("ends", "rest"), route.messages[0]
     alone = ActPoint("the loss", working=busy, communication=messages, resharded=gathered)
     head = alone._replace(where="the output layer", gradients=of_head)
     if running.narrow_loss:
-        half = tokens * loss["logits"].remade / 2
+        half = tokens * loss["logits"].recomputed / 2
         yield alone
         yield head._replace(working=busy + dx - half, loss=-half)
     elif running.others or fused:
@@ -314,7 +314,12 @@ def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
 
 
 def _behind(
-    route: Route, passage: Passage, place: int, point: ActPoint, own: float, *done: GatheredBlock
+    route: Route,
+    passage: StageBackward,
+    place: int,
+    point: ActPoint,
+    own: float,
+    *done: GatheredBlock,
 ) -> Change:
     """The change when all layers behind this one are done, and of this one the blocks `done` and
     `own` further elements.

@@ -20,7 +20,7 @@ WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "stead
 _PHASES = (WARM_UP, FIRST_BACKWARD, STEADY)
 
 
-class Doing(NamedTuple):
+class RunningAct(NamedTuple):
     """A running action, for any microbatch.
 
     Attributes:
@@ -39,12 +39,12 @@ class Doing(NamedTuple):
     last: bool
 
 
-Acts = tuple[Doing, ...]
+Acts = tuple[RunningAct, ...]
 """The running action, or the two that overlap."""
 
 
 @dataclass(frozen=True)
-class Moments:
+class HeldMicrobatches:
     """The microbatches that a rank with S stages holds during each of its N actions, in order.
 
     Attributes:
@@ -85,7 +85,7 @@ class Moments:
 
 def moments(
     layout: Layout, *, splits_backward: bool, num_microbatches: int | None = None
-) -> tuple[Moments, ...]:
+) -> tuple[HeldMicrobatches, ...]:
     """The microbatches that each pipeline rank holds during its actions.
 
     Args:
@@ -101,12 +101,12 @@ def moments(
 
 
 @lru_cache(maxsize=256)
-def _moments(order: Order, *, pairs: bool, eager: bool) -> tuple[Moments, ...]:
+def _moments(order: Order, *, pairs: bool, eager: bool) -> tuple[HeldMicrobatches, ...]:
     program = order.executed(pairs=pairs, eager=eager)
     return tuple(_swept(program, rank) for rank in range(program.num_ranks))
 
 
-def _swept(program: Program, rank: int) -> Moments:
+def _swept(program: Program, rank: int) -> HeldMicrobatches:
     """The microbatches held during each compute action of a rank."""
     acts = [act for act in program.ranks[rank] if act.kind in COMPUTE]
     stages = program.stages_of(rank)
@@ -129,7 +129,7 @@ def _swept(program: Program, rank: int) -> Moments:
     which, backwards, count = [], [], 0
     for number, act in enumerate(acts):
         doing = tuple(
-            Doing(
+            RunningAct(
                 kid.kind,
                 kid.stage,
                 kid.kind is Kind.F and kid.piece in again,
@@ -151,11 +151,13 @@ def _swept(program: Program, rank: int) -> Moments:
         for of in (first_back, first)
     )
     with_dx = _with_dx(acts, stages)
-    return Moments(tuple(running), *index, kept, inputs, waiting, with_dx, only_forwards, unmade)
+    return HeldMicrobatches(
+        tuple(running), *index, kept, inputs, waiting, with_dx, only_forwards, unmade
+    )
 
 
 def _with_dx(acts: Sequence[Act], stages: Sequence[int]) -> NDArray[np.float64]:
-    """As `Moments` has it."""
+    """As `HeldMicrobatches` has it."""
     result = np.zeros((len(acts), len(stages)))
     for place, stage in enumerate(stages):
         count = 0

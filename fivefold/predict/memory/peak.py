@@ -21,7 +21,7 @@ from fivefold.layout import Layout
 from fivefold.pipeline.ir import Kind
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.data_parallel.muon import orthogonalising_bytes
-from fivefold.predict.memory.liveness import Acts, Moments, moments
+from fivefold.predict.memory.liveness import Acts, HeldMicrobatches, moments
 from fivefold.predict.memory.points import ActPoint
 from fivefold.predict.memory.stage import StageBytes, stage_bytes
 from fivefold.predict.software import Software
@@ -188,7 +188,7 @@ def peak_memory(
 def _rank_peak(
     layout: Layout,
     pp_rank: int,
-    found: Moments,
+    found: HeldMicrobatches,
     state: ModelState,
     sizes: list[StageBytes],
     updating: dict[str, float],
@@ -198,7 +198,7 @@ def _rank_peak(
     always = {
         "weights": state.weights,
         "gradients": state.gradients,
-        "optimizer": state.optimizer + state.rooms,
+        "optimizer": state.optimizer + state.update_buffers,
     }
     if state.scales:
         always["8-bit scales"] = state.scales
@@ -232,7 +232,7 @@ def _rank_peak(
             "gathered weights" if gathered[number] else "weights": point.resharded,
             "activations": point.activations,
             "8-bit weights": point.narrow,
-            "recomputed": point.remade,
+            "recomputed": point.recomputed,
             "loss": point.loss,
             "deferred weight gradients": point.waiting,
             "working set": point.working,
@@ -253,7 +253,7 @@ def _worst_points(running: Acts, sizes: list[StageBytes]) -> list[ActPoint]:
     ]
 
 
-def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64]]:
+def _held(found: HeldMicrobatches, own: list[StageBytes]) -> dict[str, NDArray[np.float64]]:
     """Bytes held since before the running action, for every moment; negative for gradients that do
     not exist yet."""
     kept, entry, loss, gradients, narrow = np.array(

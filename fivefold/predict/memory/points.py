@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fivefold.predict.memory.passage import Copies
+from fivefold.predict.memory.stage_backward import Copies
 
 
 class ActPoint(NamedTuple):
@@ -13,7 +13,7 @@ class ActPoint(NamedTuple):
         where: description of the point.
         activations: kept activations freed by then (negative).
         loss: memory of the loss freed by then (negative).
-        remade: recomputed activations.
+        recomputed: recomputed activations.
         working: gradients of activations, and intermediate results of the loss.
         gradients: weight gradients that are not yet accumulated.
         made: accumulated ones of a stage that had none before, or less than none where whole sums
@@ -30,7 +30,7 @@ class ActPoint(NamedTuple):
     where: str
     activations: float = 0.0
     loss: float = 0.0
-    remade: float = 0.0
+    recomputed: float = 0.0
     working: float = 0.0
     gradients: float = 0.0
     made: float = 0.0
@@ -46,14 +46,14 @@ class ActPoint(NamedTuple):
     def size(self) -> float:
         """The sum of all parts, in bytes."""
         freed = self.activations + self.loss + self.resharded
-        needed = self.remade + self.working + self.gradients + self.made + self.waiting
+        needed = self.recomputed + self.working + self.gradients + self.made + self.waiting
         return freed + needed + self.narrow + self.communication
 
 
 def gathers(copies: Copies, start: ActPoint) -> Iterator[ActPoint]:
     """Points right after the ends of a stage and its last layer were gathered, with their messages,
-    and where a message is unpacked, which needs more; and while a shard that visits the device is
-    gathered beside the last layer.
+    and where a message is unpacked, which needs more; and while a shard from the host is gathered
+    beside the last layer.
 
     `start`: what there is before.
     """

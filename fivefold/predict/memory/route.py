@@ -15,7 +15,7 @@ from fivefold.predict.memory.sizes import (
     deferred_bytes,
     first_linear,
     last_linears,
-    remade_at_once,
+    recomputed_at_once,
     tiled_weights,
     trained_by,
 )
@@ -59,11 +59,11 @@ class Route(StageSizes):
             if not (apart and any(weight.of_experts for weight in operation.weights))
         )
 
-    def _remade(self, place: int) -> float:
+    def _recomputed(self, place: int) -> float:
         """Bytes recomputed at a time in a layer's backward: the maximum over layers, unless layers
         have one mixer each."""
         alike = self.described(place).kind.mixer is None
-        return self.tokens * remade_at_once(self.running, self.layers, None if alike else place)
+        return self.tokens * recomputed_at_once(self.running, self.layers, None if alike else place)
 
     def _in_layer(self, place: int) -> tuple[ActPoint, ActPoint]:
         """The same points in any layer, as if it were the last."""
@@ -79,7 +79,7 @@ class Route(StageSizes):
             working = sums + of_tile + max(working, running.element_bytes * tiled[-1])
         start = self._start(place)._replace(
             working=working,
-            remade=self._remade(place),
+            recomputed=self._recomputed(place),
             communication=self._messages_of(layer.kind),
         )
         around = running.element_bytes * inputs.inputs / running.token_parts
@@ -128,7 +128,7 @@ class Route(StageSizes):
     def reruns_experts(self) -> bool:
         """Whether a backward runs the last layer's experts again, with their messages."""
         memory = self.running.memory
-        again = {"moe", "routed_experts"} & {*memory.remade_modules}
+        again = {"moe", "routed_experts"} & {*memory.recomputed_modules}
         again_as_whole = memory.recompute_granularity == "full"
         return self.described(-1).kind.experts and bool(again or again_as_whole)
 
@@ -155,7 +155,7 @@ class Route(StageSizes):
             return None
         point = self.last_layer[0]._replace(
             activations=0.0,
-            remade=self._remade(place),
+            recomputed=self._recomputed(place),
             working=self.tokens * layer.last_input.of_rows(running),
             communication=self._messages_of(layer.kind),
             read=0.0,
@@ -190,8 +190,8 @@ class Route(StageSizes):
             grads += 2 * running.by_heads(op.sizes.size)
         working = self.tokens * (op.working(running) + grads)
         point = self._start(place)._replace(working=working, communication=self.messages[0])
-        again = remade_at_once(running, self.layers, place)
-        point = point._replace(remade=self.tokens * again)
+        again = recomputed_at_once(running, self.layers, place)
+        point = point._replace(recomputed=self.tokens * again)
         point = self._without(point, place, operations[at + 1 :])
         return self._behind(place, point, where)
 
@@ -216,7 +216,7 @@ class Route(StageSizes):
         freed = total(item for name, item in saved.items() if name in names)
         return point._replace(
             activations=point.activations - self.tokens * freed.kept,
-            remade=point.remade - self.tokens * freed.remade,
+            recomputed=point.recomputed - self.tokens * freed.recomputed,
             working=point.working - self.tokens * freed.offloaded,
             read=point.read + self.tokens * deferred_bytes(operations, running),
         )

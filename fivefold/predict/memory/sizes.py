@@ -43,14 +43,16 @@ def tiled_weights(layout: Layout, layer: Layer, running: Running) -> list[int]:
     return [prod(weight.local(layout.grid.tp)) for op in tiled for weight in op.multiplied]
 
 
-def remade_at_once(running: Running, layers: Sequence[Saved], place: int | None = None) -> float:
+def recomputed_at_once(
+    running: Running, layers: Sequence[Saved], place: int | None = None
+) -> float:
     """Most bytes recomputed at a time: those of a group of layers, or of parts of a layer; with a
     place only of the group in which that layer is."""
     memory = running.memory
     full = memory.recompute_granularity == "full" and memory.recompute_method == "uniform"
     group = memory.recompute_num_layers[0] if full else 1
     sums = [
-        sum(layer.remade for layer in layers[start : start + group])
+        sum(layer.recomputed for layer in layers[start : start + group])
         for start in range(0, len(layers), group)
     ]
     return max(sums, default=0.0) if place is None else sums[place // group]

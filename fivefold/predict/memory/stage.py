@@ -49,9 +49,9 @@ class StageBytes:
         gradients: weight gradients on the device that each step makes anew.
         narrow: weights in 8 bits that microbatches share, for one of the two products.
         gathered: copies of weights that are gathered to compute, at most.
-        worst: the point of highest memory of an action of a kind, in the order of `Doing`: whether
-            it is a forward that keeps only its input, and whether it is the first and the last
-            that computes weight gradients, which are then reduced.
+        worst: the point of highest memory of an action of a kind, in the order of `RunningAct`:
+            whether it is a forward that keeps only its input, and whether it is the first and the
+            last that computes weight gradients, which are then reduced.
     """
 
     kept: float
@@ -164,7 +164,7 @@ class _Actions:
         route, points = self.route, []
         if route.stage.head:
             loss = total(loss_bytes(route.layout.config.model, route.running))
-            working = route.tokens * loss.remade + self._moving
+            working = route.tokens * loss.recomputed + self._moving
             gathered = route.copies.but("ends", "message")
             points.append(ActPoint("the loss", working=working, resharded=gathered))
         if route.policy.splits_copy:

@@ -12,12 +12,12 @@ from fivefold.description.layers import Layer, describe_layer
 from fivefold.description.running import Running
 from fivefold.description.shape import StageParts, all_layers, placed_layers
 from fivefold.layout import Layout
-from fivefold.predict.memory.passage import Copies
 from fivefold.predict.memory.sizes import (
     buffers,
     deferred_bytes,
     tiled_weights,
 )
+from fivefold.predict.memory.stage_backward import Copies
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class StageSizes:
         """Bytes of the output layer's new gradient, and of its sum, where the loss makes it with
         dX: it waits for the gradients that are deferred, with which it is reduced. Where several
         do, it is the sum that is copied into the message; a single one is narrowed before."""
-        waits = self.policy.splits_gradient and self.running.memory.makes_logits_again
+        waits = self.policy.splits_gradient and self.running.memory.recomputes_logits
         elements = waits * self.stage.head * self.vocabulary
         return elements * self.policy.fresh, elements * self.policy.gradient
 

@@ -18,7 +18,7 @@ from fivefold.pipeline.order import Order
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import known_of
-from fivefold.predict.data_parallel.once import Once
+from fivefold.predict.data_parallel.per_step import StepTransfers
 from fivefold.predict.program.least import rank_bounds
 from fivefold.predict.program.walk import LeveledProgram, Values
 
@@ -89,7 +89,7 @@ class Clock:
         return cls(layout.schedule, group, total, tables)
 
     def walk(
-        self, costs: Sequence[Costs], sent: Sequence[tuple[int, Once]]
+        self, costs: Sequence[Costs], sent: Sequence[tuple[int, StepTransfers]]
     ) -> tuple[list[float], list[float]]:
         """Seconds of the program for each set of costs, and by how much communication once a step
         lengthens it.
@@ -106,8 +106,8 @@ class Clock:
         for column, (_, each) in enumerate(sent, count):
             ready[:, column], gathers[:, column] = each.ready, each.gathers
         walked = longest.walk([*costs, *(costs[of] for of, _ in sent)], ready, gathers)
-        told = share * walked.makespans[:count]
-        found = told + sum(part * each.makespans(costs) for each, part in shorter)
+        seconds = share * walked.makespans[:count]
+        found = seconds + sum(part * each.makespans(costs) for each, part in shorter)
         if shorter and program.num_copies == 1:
             found = np.maximum(found, self._least(program, costs))
         longer = []

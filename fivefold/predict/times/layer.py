@@ -217,7 +217,7 @@ class LayerTimes(OperationTimes):
             arrived = Times(tp=Phases(sent)) + self._elementwise(2 * ELEMENT * logits, 0.0)
         loss = Times(Phases(*(elementwise(self.gpu, size * logits) for size in moved)))
         once = self._norm() + self._scaled(model.logits_scaling != 1.0) + column + arrived + loss
-        if self.memory.makes_logits_again:
+        if self.memory.recomputes_logits:
             once = once + Times(recompute=Phases(0.0, column.compute.forward))
         return once * (1 + model.mtp_num_layers)
 

@@ -20,7 +20,7 @@ from fivefold.description.operations import (
     Residual,
     RowLinear,
 )
-from fivefold.description.prediction import PredictionInput
+from fivefold.description.prediction import MTPInput
 from fivefold.description.softmax_attention import Clamp
 from fivefold.description.sparse import Indexing, SparseAttention
 from fivefold.layout import Layout
@@ -102,7 +102,7 @@ class OperationTimes(LinearTimes):
             case GatedHeads():
                 size = self.tokens * ELEMENT * op.features / self.grid.tp
                 return self._elementwise(3 * size, 5 * size)
-            case PredictionInput():
+            case MTPInput():
                 (weight,) = weights
                 return self._norm() * 3 + self._projection(weight)
             case RowLinear():

@@ -104,7 +104,7 @@ Again = tuple[str, ...] | None
 
 def run_again(memory: MemoryConfig) -> Again:
     """What the backward of a recomputed layer runs again."""
-    return None if memory.recompute_granularity == "full" else memory.remade_modules
+    return None if memory.recompute_granularity == "full" else memory.recomputed_modules
 
 
 @dataclass(frozen=True)

@@ -51,20 +51,20 @@ def frameworks_of(row: PublishedRow) -> tuple[Framework, ...]:
     Raises:
         DataError: a column names a framework that is not known, or a release that has no date.
     """
-    told = row.text("framework")
-    words = told or " ".join([row.source.lower(), row.text("model"), row.text("note")])
+    named = row.text("framework")
+    words = named or " ".join([row.source.lower(), row.text("model"), row.text("note")])
     for entries in FRAMEWORKS:
-        if told == entries[0].name or re.search(entries[0].mark, words):
+        if named == entries[0].name or re.search(entries[0].mark, words):
             return (_at(entries, row),)
-    if told:
+    if named:
         names = [entries[0].name for entries in FRAMEWORKS]
-        close = did_you_mean(told, names)
-        raise DataError(f"framework {told!r} is none of {', '.join(names)}, or empty{close}")
+        close = did_you_mean(named, names)
+        raise DataError(f"framework {named!r} is none of {', '.join(names)}, or empty{close}")
     return _possible(row)
 
 
 def _at(entries: tuple[Framework, ...], row: PublishedRow) -> Framework:
-    """The entry of a row's release; the latest if none is told."""
+    """The entry of a row's release; the latest if none is named."""
     column = row.text("release")
     release = _released(entries, column or row.source.lower())
     if release is None and column and len(entries) > 1:

@@ -78,7 +78,7 @@ def _lost_of_muon(said: Settings) -> Iterator[str]:
     yield (
         "its Muon has the five iterations, the coefficients and the factor sqrt(max(1, out/in)) of "
         "Jordan's, with Nesterov's momentum: "
-        + said.told(
+        + said.values_of(
             *("muon_num_ns_steps", "muon_scale_mode", "muon_extra_scale_factor", "muon_nesterov")
         )
     )
@@ -129,7 +129,7 @@ def _lost_of_the_rates(said: Settings) -> Iterator[str]:
         last = ("lr_wsd_decay_iters", "lr_wsd_decay_style") if style == "WSD" else ()
         yield (
             f"it has no scheduler for {style} (lr_decay_style): without one of yours the rate "
-            f"stays at lr ({said.told(*names, *last)})"
+            f"stays at lr ({said.values_of(*names, *last)})"
         )
     elif warm_up and style == "cosine":
         least = max(warm_up, LEAST_WARM_UP)
@@ -171,7 +171,7 @@ def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
     grid, parallel = layout.grid, layout.config.parallel
     said.mention(*vars(layout.config.model))
     yield f"the model is code there: {described(layout.config)}"
-    loop = said.told("seq_length", "train_iters", "seed", "data_path", "tokenizer_model")
+    loop = said.values_of("seq_length", "train_iters", "seed", "data_path", "tokenizer_model")
     yield f"the training loop, corpus and tokenizer are code there: {loop}"
     if said["weight_decay"]:
         yield "that biases and norms have no weight_decay is code there: groups of parameters"
@@ -227,7 +227,7 @@ def _loss_scale(said: Settings) -> dict[str, Any]:
         return {"enabled": True, "loss_scale": constant}
     return {
         "enabled": True,
-        "loss_scale": 0,  # found by trial
+        "loss_scale": 0,  # dynamic
         "initial_scale_power": round(math.log2(said["initial_loss_scale"])),
         "loss_scale_window": said["loss_scale_window"],
         "hysteresis": said["hysteresis"],
@@ -250,7 +250,7 @@ def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
         )
     rounded, part = techniques(layout.config.parallel), said["zero_qgz_partition_size"]
     if rounded and not sharding.splits_parameters:
-        yield f"ZeRO++ is of ZeRO stage 3 there: {said.told(*rounded)} left out"
+        yield f"ZeRO++ is of ZeRO stage 3 there: {said.values_of(*rounded)} left out"
     elif said["zero_quantized_gradients"]:
         yield (
             "gradients as INT4 are summed within whole nodes first, not within "

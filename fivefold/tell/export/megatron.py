@@ -5,7 +5,7 @@ from math import ceil
 
 from fivefold.config.data import FIM_TOKENS, MOCK
 from fivefold.config.parallel import ParallelConfig
-from fivefold.config.training import SCALE_BY_TRIAL, TrainingConfig
+from fivefold.config.training import DYNAMIC_LOSS_SCALE, TrainingConfig
 from fivefold.layout import Layout
 from fivefold.tell.export.megatron_experts import (
     auxiliary,
@@ -119,7 +119,7 @@ def _training(said: Settings, training: TrainingConfig) -> Iterator[str]:
     if said["precision"] == "fp16":
         yield from set_flag("fp16", True)
         yield from set_flag("accumulate_allreduce_grads_in_fp32", True)
-        yield from flags(said, "loss_scale", *([] if said["loss_scale"] else SCALE_BY_TRIAL))
+        yield from flags(said, "loss_scale", *([] if said["loss_scale"] else DYNAMIC_LOSS_SCALE))
     # Without an interval it counts its evaluations in vain; without iterations there are none.
     yield from flag("eval-interval", said["eval_interval"] or training.num_steps)
     yield from flag("eval-iters", said["eval_iters"] if said["eval_interval"] else 0)

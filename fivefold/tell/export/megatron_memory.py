@@ -93,7 +93,7 @@ def lost_of_memory(memory: MemoryConfig, runs: Layout) -> Iterator[str]:
     late = training.delays_scales and training.fp4_format is None
     if late and (lost := [name for name in _its_modules(asked) if name in _WITHOUT_DELAY]):
         yield f"it refuses recompute_modules {' '.join(lost)} with fp8_recipe delayed"
-    if memory.makes_logits_again:
+    if memory.recomputes_logits:
         yield (
             "cross_entropy_fusion_impl linear needs a release after 0.16: native fuses the loss "
             "alone, and keeps the logits"
@@ -101,7 +101,7 @@ def lost_of_memory(memory: MemoryConfig, runs: Layout) -> Iterator[str]:
     if memory.offload_optimizer_states:
         yield "offload_optimizer_states was left out: it needs a release after 0.16"
     numbers = " ".join(map(str, memory.recompute_num_layers))
-    if memory.remade_modules and memory.recomputes_first_layers:
+    if memory.recomputed_modules and memory.recomputes_first_layers:
         yield (
             f"it recomputes modules in every layer, not in the first {numbers} of a stage "
             "(recompute_method = block)"

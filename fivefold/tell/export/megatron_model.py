@@ -168,7 +168,7 @@ def _lost_of_sparse(layout: Layout) -> Iterator[str]:
         yield "its indexer reads the query latent before its norm, which scores here are made of"
     if layout.config.data.reset_attention_mask:
         yield "its dsa attends to earlier documents, whatever reset_attention_mask says"
-    if "core_attn" in layout.config.memory.remade_modules:
+    if "core_attn" in layout.config.memory.recomputed_modules:
         yield "its dsa cannot recompute core_attn: that gives an indexer no hidden states"
 
 
@@ -191,7 +191,7 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     if model.is_sparse:
         yield from _lost_of_sparse(layout)
     elif model.fades_features:
-        asked = said.told("experimental_attention_variant", *OF_LINEAR_ATTENTION)
+        asked = said.values_of("experimental_attention_variant", *OF_LINEAR_ATTENTION)
         yield f"its release 0.16 has no such layers: {asked}"
     elif model.experimental_attention_variant == "short_convolution":
         yield (
@@ -211,7 +211,7 @@ def lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     function = (model.activation_func, model.gated_linear_unit)
     flagged = ("silu", True), ("quick_gelu", True), ("squared_relu", False), ("gelu", False)
     if function not in flagged and (model.gated_linear_unit or not _has_tanh(model)):
-        asked = said.told("activation_func", "gated_linear_unit", "add_bias_linear")
+        asked = said.values_of("activation_func", "gated_linear_unit", "add_bias_linear")
         yield f"{asked} have no flag there: its MLP runs GELU without a gate"
     if not said["bias_gelu_fusion"] and _has_tanh(model):
         yield "it has GELU by tanh only fused: bias_gelu_fusion stays on"
@@ -266,13 +266,13 @@ def _lost_of_stretched(said: Settings) -> Iterator[str]:
         )
     if said["rope_type"] == "longrope":
         of_lists = "longrope_short_factor", "longrope_long_factor", "longrope_attention_factor"
-        given = said.told("original_max_position_embeddings", *of_lists)
+        given = said.values_of("original_max_position_embeddings", *of_lists)
         yield f"it has no rope_type longrope: {given} were left out"
     if said["rope_type"] == "dynamic":
-        given = said.told("original_max_position_embeddings", "rotary_scaling_factor")
+        given = said.values_of("original_max_position_embeddings", "rotary_scaling_factor")
         yield f"it has no rope_type dynamic: {given} were left out"
     if said["rope_type"] == "yarn":
-        given = said.told("original_max_position_embeddings", "beta_fast", "beta_slow")
+        given = said.values_of("original_max_position_embeddings", "beta_fast", "beta_slow")
         rounds = said["yarn_correction_range_round_to_int"]
         yield (
             f"fields of its configuration, without flags: {given}, "

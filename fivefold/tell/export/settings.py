@@ -72,7 +72,7 @@ class Settings:
         self._read.add(name)
         return self._config.value(name)
 
-    def told(self, *names: str) -> str:
+    def values_of(self, *names: str) -> str:
         """Settings with their values: 'beta_fast = 32, beta_slow = 1'."""
         return ", ".join(f"{name} = {SETTINGS[name].words(self[name])}" for name in names)
 
@@ -157,7 +157,7 @@ def in_steps(layout: Layout) -> tuple[Layout, list[str]]:
 def formats(said: Settings) -> str:
     """Settings of the bits in which linear layers multiply, and of 8-bit scales."""
     late = DELAYED if said["fp8_format"] and said["fp8_recipe"] == "delayed" else ()
-    return said.told("fp8_format", "fp8_recipe", *late, "fp4_format", *in_bf16(said))
+    return said.values_of("fp8_format", "fp8_recipe", *late, "fp4_format", *in_bf16(said))
 
 
 def in_bf16(said: Settings) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ def in_bf16(said: Settings) -> tuple[str, ...]:
 
 def state_types(said: Settings) -> str:
     """The requested types of masters, gradients and moments."""
-    return said.told(
+    return said.values_of(
         *("main_params_dtype", "store_param_remainders"),
         *("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
     )

@@ -331,7 +331,7 @@ def _lost(said: Settings, layout: Layout) -> Iterator[str]:
         )
     if said["param_cpu_offload"]:
         said.mention("optimizer_cpu_offload", "offload_optimizer_states")
-        given = said.told(
+        given = said.values_of(
             "optimizer_offload_fraction", "optimizer_offload_path", "param_offload_path"
         )
         yield (
@@ -349,5 +349,5 @@ def _lost(said: Settings, layout: Layout) -> Iterator[str]:
     yield from lost_types(said)
     if training.precision in ("fp16", "fp64"):
         yield f"it computes in bf16 or fp32, not in precision = {training.precision}"
-    data = said.told("data_path", "tokenizer_model")
+    data = said.values_of("data_path", "tokenizer_model")
     yield f"corpus, tokenizer and checkpoints are those of its configuration: {data}"

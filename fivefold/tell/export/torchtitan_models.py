@@ -23,7 +23,7 @@ _FLOAT8 = ("e4m3", "rowwise")
 
 
 @dataclass(frozen=True)
-class ItsModel:
+class TorchtitanModel:
     """A configuration function of torchtitan.
 
     Attributes:
@@ -37,7 +37,7 @@ class ItsModel:
     narrow: tuple[str | None, str | None] = _BF16
 
 
-def _its_models() -> Mapping[str, ItsModel]:
+def _its_models() -> Mapping[str, TorchtitanModel]:
     """Those configurations of the registry that are a flavour as it is, or in 8 bits."""
     found = {}
     for name, each in registered().configurations.items():
@@ -49,7 +49,7 @@ def _its_models() -> Mapping[str, ItsModel]:
                 moe_router_enable_expert_bias=own.moe_router_enable_expert_bias,
             )
             narrow = _FLOAT8 if "Float8Linear" in each.linear else _BF16
-            found[name] = ItsModel(each.module, model, narrow)
+            found[name] = TorchtitanModel(each.module, model, narrow)
     return MappingProxyType(found)
 
 

@@ -32,8 +32,8 @@ from fivefold.convert.load import (
     model_in,
     stores_neighbours,
 )
+from fivefold.convert.non_finite import Converted, spoilt
 from fivefold.convert.save import MOST_BYTES, write_weights
-from fivefold.convert.spoilt import Converted, spoilt
 from fivefold.convert.stored import numbers_beside, stored_tensors
 from fivefold.data.template import FILES as TEMPLATE_FILES
 from fivefold.data.template import TOKENIZER_CONFIG, folder_of

@@ -14,7 +14,7 @@ _FOLDERS = (
 )
 
 
-def with_home(config: Config) -> Config:
+def with_home_folders(config: Config) -> Config:
     """The configuration with `~` at the start of folders replaced, since no shell does so in a
     recipe or after `--save=`.
 

@@ -31,10 +31,10 @@ from fivefold.train.folder.run_tokenizer import known_tokenizer
 from fivefold.train.folder.saved_state import read_state, same_model, without_adapters
 from fivefold.train.folder.side_files import SIDE
 from fivefold.train.folder.upcycled import (
-    another_size_told,
+    naming_needed_size,
     of_dense,
     start_from_dense,
-    told_of_experts,
+    upcycling_note,
 )
 from fivefold.train.health.not_finite import fill_finite
 from fivefold.train.loop import Trainer
@@ -53,7 +53,7 @@ class Origin:
         adapter: folder of an adapter that PEFT saved, beside these; None: there is none.
         damage: why a later checkpoint of the run was passed over; empty if none was.
         left_out: parts of a multimodal model there that are not read; empty if all is.
-        told: what the user is to know of how the run goes on from there; empty if nothing.
+        note: what the user is to know of how the run goes on from there; empty if nothing.
         tokenizer: file of the tokenizer whose tokens its weights know; None: none is known.
         dense: whether it is of a dense model, of whose MLPs experts are made.
     """
@@ -65,7 +65,7 @@ class Origin:
     adapter: Path | None = None
     damage: str = ""
     left_out: str = ""
-    told: str = ""
+    note: str = ""
     tokenizer: Path | None = None
     dense: bool = False
 
@@ -96,10 +96,10 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
         return None
     if not config.checkpoint.moe_use_upcycling:
         return _loaded(load, folder, config)
-    with another_size_told(config):
+    with naming_needed_size(config):
         found = _loaded(load, folder, of_dense(config))
-    told = "\n".join(filter(None, (found.told, told_of_experts(config, Path(load)))))
-    return replace(found, dense=True, told=told)
+    note = "\n".join(filter(None, (found.note, upcycling_note(config, Path(load)))))
+    return replace(found, dense=True, note=note)
 
 
 def _loaded(load: str, folder: Path, config: Config) -> Origin:
@@ -152,9 +152,9 @@ def _from_run(source: Checkpointer, folder: Path, config: Config, *, continues: 
     load = config.checkpoint.load
     named = (Path(load), Path(load).parent) if continues and load is not None else ()
     tokenizer = known_tokenizer((source.folder.parent, *named), state)
-    told = "" if continues else _told_tokens(tokenizer, config)
+    note = "" if continues else _tokenizer_note(tokenizer, config)
     origin = Origin(
-        source.folder, state.step, weights_only, damage=damage, told=told, tokenizer=tokenizer
+        source.folder, state.step, weights_only, damage=damage, note=note, tokenizer=tokenizer
     )
     if not weights_only:
         earlier = [] if continues else source.steps()
@@ -173,10 +173,10 @@ def _from_megatron(folder: Path, config: Config) -> Origin:
     trained = not weights_only and check_goes_on(folder, config)
     checked_sources(folder, config.model, trained=trained)  # before any rank starts
     if not trained:
-        told = "" if weights_only else f"{folder} has weights alone: steps count from 0"
-        return Origin(folder, 0, weights_only=True, foreign=True, told=told)
-    step, told = megatron_state(folder, config.training).step, check_place(folder, config.training)
-    origin = Origin(folder, step, weights_only=False, foreign=True, told=told)
+        note = "" if weights_only else f"{folder} has weights alone: steps count from 0"
+        return Origin(folder, 0, weights_only=True, foreign=True, note=note)
+    step, note = megatron_state(folder, config.training).step, check_place(folder, config.training)
+    origin = Origin(folder, step, weights_only=False, foreign=True, note=note)
     _check_steps(origin, config.training, [], continues=False)
     return origin
 
@@ -206,13 +206,13 @@ def _from_hub(folder: Path, config: Config) -> Origin:
         weights_only=True,
         foreign=True,
         adapter=adapter,
-        left_out=hub.told_parts(),
-        told=_told_tokens(tokenizer, config),
+        left_out=hub.parts_left_out(),
+        note=_tokenizer_note(tokenizer, config),
         tokenizer=tokenizer,
     )
 
 
-def _told_tokens(tokenizer: Path | None, config: Config) -> str:
+def _tokenizer_note(tokenizer: Path | None, config: Config) -> str:
     """The note that text is tokenised with the tokenizer of the weights, where no setting names
     another."""
     used = tokenizer is not None and trains_tokenizer(config.data)

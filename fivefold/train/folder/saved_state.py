@@ -38,7 +38,7 @@ class SavedState:
         model: fields of the model's `ModelConfig`.
         seq_length: tokens per sample.
         losses: the latest losses, oldest first, where spikes are looked for.
-        loss_scale: the loss scale that was found by trial, in fp16.
+        loss_scale: the dynamic loss scale, in fp16.
         skipped: steps done that only consumed their data, as `iterations_to_skip` has them.
     """
 
@@ -115,14 +115,16 @@ def same_model(
     changed = _differing(was, now)
     if changed:
         said = {name: SETTINGS[name].words for name in changed}
-        told = tuple(f"{n}: was {words(was[n])}, is {words(now[n])}" for n, words in said.items())
+        differences = tuple(
+            f"{n}: was {words(was[n])}, is {words(now[n])}" for n, words in said.items()
+        )
         theirs = {name: was[name] for name in changed}
         # Of sizes derived from others, only those that would then differ.
         again = _fields(replace(model, **theirs))
         theirs |= {name: was[name] for name in _differing(was, again)}
         flags = " ".join(SETTINGS[name].typed(value) for name, value in theirs.items())
         works = (flags,) if by_flags else ()
-        raise CheckpointError(Mistake(f"{where} is of another model", told, works=works))
+        raise CheckpointError(Mistake(f"{where} is of another model", differences, works=works))
 
 
 def _differing(was: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ def of_dense(config: Config) -> Config:
 
 
 @contextmanager
-def another_size_told(config: Config) -> Iterator[None]:
+def naming_needed_size(config: Config) -> Iterator[None]:
     """Add the size that the experts need, where a dense model is refused for the size of its
     MLP."""
     try:
@@ -45,7 +45,7 @@ def another_size_told(config: Config) -> Iterator[None]:
         ) from error
 
 
-def told_of_experts(config: Config, folder: Path) -> str:
+def upcycling_note(config: Config, folder: Path) -> str:
     """A note about how experts are made from the MLPs of a dense model."""
     model, parts = config.model, config.checkpoint.moe_upcycling_granularity
     experts, topk = several(model.num_experts or 0, "expert"), model.moe_router_topk

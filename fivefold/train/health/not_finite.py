@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
 from fivefold.convert.load import fill_from_folder
-from fivefold.convert.spoilt import spoilt
+from fivefold.convert.non_finite import spoilt
 from fivefold.data.packing import Microbatch
 from fivefold.errors import CheckpointError, Mistake
 from fivefold.mesh.collectives import gather_objects
@@ -29,7 +29,7 @@ SHOWN = 4  # ranks, or weights
 
 
 @dataclass(frozen=True)
-class _Sight:
+class _FirstNonFinite:
     """The first value on a rank that is not finite in a repeated step.
 
     Attributes:
@@ -87,34 +87,36 @@ def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str
         return in_state, False
     gradients = {f"gradient of {name}": engine.optimizer.gradient(name) for name in engine.trained}
     sums = _lines(engine, gather_objects(spoilt(gradients), engine.groups.world))
-    sights, finite = _repeat(engine, microbatches)
+    found, finite = _repeat(engine, microbatches)
     if finite:
         return [*sums, "run once more, the step is finite: the cause has gone"], True
-    first = sorted((s.order, rank, s.what) for rank, s in enumerate(sights) if s is not None)
+    first = sorted((s.order, rank, s.what) for rank, s in enumerate(found) if s is not None)
     seen = [f"{_name(engine, rank)}: first in {what}" for _, rank, what in first[:SHOWN]]
     return seen or sums, False
 
 
-def _repeat(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[_Sight | None], bool]:
+def _repeat(
+    engine: Engine, microbatches: Sequence[Microbatch]
+) -> tuple[list[_FirstNonFinite | None], bool]:
     """The first value on each rank that is not finite when the step is repeated, if any."""
     engine.optimizer.zero_grad()
     executor = engine.model.executor
-    witness, observed = _Witness(), executor.observe
-    executor.observe = witness.observe
+    watch, observed = _NonFiniteWatch(), executor.observe
+    executor.observe = watch.observe
     try:
         eager = torch.compiler.set_stance("force_eager")
-        with witness.watching(executor.stages), eager, engine.graphs.eagerly():
+        with watch.watching(executor.stages), eager, engine.graphs.eagerly():
             result = engine.gradients(microbatches).read()
     finally:
         executor.observe = observed
-    return gather_objects(witness.first, engine.groups.world), result.finite
+    return gather_objects(watch.first, engine.groups.world), result.finite
 
 
-class _Witness:
+class _NonFiniteWatch:
     """Records the first value that is not finite among inputs, outputs and gradients of modules."""
 
     def __init__(self) -> None:
-        self.first: _Sight | None = None
+        self.first: _FirstNonFinite | None = None
         self._act: Act | None = None
         self._looks = 0
         self._received = False  # its input came from another stage, whose rank knows more
@@ -168,7 +170,7 @@ class _Witness:
             self._received = self.first is None or self.first.order[:3] == here
             self.first = None if self._received else self.first
         else:
-            self.first = _Sight((*here, self._looks), f"{what}, microbatch {act.mb}")
+            self.first = _FirstNonFinite((*here, self._looks), f"{what}, microbatch {act.mb}")
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -15,16 +15,16 @@ from typing import Self
 import torch.distributed as dist
 
 from fivefold.files import write_atomic
-from fivefold.train.health.roll_call import (
+from fivefold.train.health.rank_status import (
     Suspect,
+    ask_ranks,
     await_answers,
-    call,
     connect,
     find_suspect,
     key,
     process_of,
 )
-from fivefold.train.health.witness import Answer, Witness
+from fivefold.train.health.stack_sampler import RankStatus, StackSampler
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.units import human_seconds, ranks_named, several
 
@@ -48,7 +48,7 @@ class Watchdog:
     ) -> None:
         self._env, self._activity = env, env.activity
         self._seconds, self._name, self._ends, self._folder = seconds, name, ends, folder
-        self._witness = Witness(env.activity)
+        self._sampler = StackSampler(env.activity)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -98,12 +98,12 @@ class Watchdog:
             if store.compare_set(key("alarm"), "", own).decode() != own:
                 self._until_it_moves()
                 return
-        began, told, moves = time.monotonic() - self._activity.idle_seconds, False, True
+        began, reported, moves = time.monotonic() - self._activity.idle_seconds, False, True
         while self._is_stuck and not self._ended.is_set():
             if moves:
-                told, moves = self._ask(store, told)
+                reported, moves = self._ask(store, reported)
             self._until_it_moves(self._seconds)
-        if told and not self._ended.is_set():
+        if reported and not self._ended.is_set():
             self._say(f"goes on after {human_seconds(time.monotonic() - began)}")
         if store is not None:
             store.compare_set(key("alarm"), str(self._env.rank), "")
@@ -115,32 +115,34 @@ class Watchdog:
             if self._ended.wait(self._seconds / LOOKS):
                 return
 
-    def _ask(self, store: dist.Store | None, told: bool) -> tuple[bool, bool]:
+    def _ask(self, store: dist.Store | None, reported: bool) -> tuple[bool, bool]:
         """Ask every rank and report which one the others wait for, unless that one moves and has
         been reported.
 
         Returns:
-            Whether it has been told by now; whether it may have to be told again.
+            Whether it has been reported by now; whether it may have to be reported again.
         """
         headline, suspect = self._headline, None
         if store is None:
-            given = {0: self._witness.look()}
+            given = {0: self._sampler.sample()}
             waits = not given[0].moves
         else:
             ranks = range(self._env.world_size)
-            question = call(store, self._env.world_size)
+            question = ask_ranks(store, self._env.world_size)
             processes = {rank: process_of(store, rank) for rank in ranks}
             given = await_answers(store, processes, question, self._ended.wait)
             waits = len(given) < len(ranks) or any(answer.waits for answer in given.values())
             suspect = find_suspect(processes, given)
         if not waits or not self._is_stuck or self._ended.is_set():
-            return told, True
+            return reported, True
         moves = suspect is not None and suspect.moves
-        if not (told and moves):
+        if not (reported and moves):
             self._say(self._message(headline, given, suspect))
         return True, moves
 
-    def _message(self, headline: str, given: Mapping[int, Answer], suspect: Suspect | None) -> str:
+    def _message(
+        self, headline: str, given: Mapping[int, RankStatus], suspect: Suspect | None
+    ) -> str:
         if suspect is not None:
             cause = f"{self._name(suspect.rank)} {suspect.cause}"
         elif self._env.world_size > 1:
@@ -159,7 +161,7 @@ class Watchdog:
             lines.append(f"stacks of every rank: {path}")
         return "\n  ".join([*lines, f"the run waits until {self._ends} ends it"])
 
-    def _keep(self, lines: list[str], given: Mapping[int, Answer]) -> Path | None:
+    def _keep(self, lines: list[str], given: Mapping[int, RankStatus]) -> Path | None:
         """Write the stacks of ranks; None if that fails."""
         stacks = [
             f"{self._name(rank)}: {a.doing}, for {human_seconds(a.idle)}\n{a.stack}"

@@ -33,5 +33,8 @@ def device_limit(
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole), device)
         return nullcontext()
-    there = {"weights": weights, "optimizer": [*optimizer.device.held(), *optimizer.host.rooms()]}
+    there = {
+        "weights": weights,
+        "optimizer": [*optimizer.device.held(), *optimizer.host.update_buffers()],
+    }
     return DeviceLimit(limit, there, optimizer.host.tensors())

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fivefold.errors import FivefoldError
 from fivefold.files import telling_system_errors
 from fivefold.process import die_with_parent
-from fivefold.train.health.roll_call import RollCall
+from fivefold.train.health.rank_status import StatusResponder
 from fivefold.train.machine.threads import said_in
 from fivefold.train.ranks import failures
 from fivefold.train.ranks.failures import Failure
@@ -134,7 +134,7 @@ def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
 
 def _run_worker(worker: Worker, env: RankEnv, reports: int, errors_folder: Path | None) -> int:
     try:
-        with RollCall(env), telling_system_errors(FivefoldError):
+        with StatusResponder(env), telling_system_errors(FivefoldError):
             status = worker(env) or 0
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -13,8 +13,8 @@ from pathlib import Path
 from fivefold.errors import ConfigError, FivefoldError, OtherSettings
 from fivefold.files import write_atomic
 from fivefold.mesh.groups import lost_connection
-from fivefold.train.health.roll_call import Suspect
-from fivefold.train.health.witness import place_of
+from fivefold.train.health.rank_status import Suspect
+from fivefold.train.health.stack_sampler import place_of
 from fivefold.train.ranks.signals import STOP_SIGNALS
 from fivefold.units import ranks_named
 

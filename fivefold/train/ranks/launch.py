@@ -14,8 +14,8 @@ import torch
 from fivefold.errors import RanksFailed
 from fivefold.train.ranks import failures
 from fivefold.train.ranks.children import Worker, import_what_ranks_import
-from fivefold.train.ranks.crew import Crew
 from fivefold.train.ranks.failures import Failure
+from fivefold.train.ranks.local_ranks import LocalRanks
 from fivefold.train.ranks.rejoin import Orders
 from fivefold.train.ranks.signals import StopRequest
 
@@ -93,9 +93,9 @@ def run_ranks(
     assert not torch.cuda.is_initialized(), "CUDA does not survive a fork"
     import_what_ranks_import()
     cause: tuple[int, Failure] | None = None
-    told = ""
+    message = ""
     with StopRequest() as stop:
-        crew = Crew(
+        crew = LocalRanks(
             worker,
             nproc,
             stop,
@@ -108,11 +108,11 @@ def run_ranks(
             cause = crew.watch()
             while cause is not None and revive is not None:
                 end = _end(cause, describe, stop)
-                orders, told = revive(end)
+                orders, message = revive(end)
                 if orders is None:
                     break
                 failures.explain(cause[1], end.place, nproc, goes_on=True)
-                print(told, file=sys.stderr, flush=True)
+                print(message, file=sys.stderr, flush=True)
                 crew.go_on(cause[0], orders)
                 cause = crew.watch()
         except KeyboardInterrupt:  # a second Ctrl-C
@@ -123,8 +123,8 @@ def run_ranks(
         return End(128 + (stop.signum or 0) if crew.failed else 0, signum=stop.signum)
     end = _end(cause, describe, stop)
     failures.explain(cause[1], end.place, nproc)
-    if told:
-        print(told, file=sys.stderr, flush=True)
+    if message:
+        print(message, file=sys.stderr, flush=True)
     return end
 
 

@@ -1,4 +1,4 @@
-"""Has ranks of torchrun and srun meet at the address that they are told, or says who is missing.
+"""Has ranks of torchrun and srun meet at the address that they are given, or says who is missing.
 
 PyTorch waits for a wrong address, a rank that did not start or a second first rank until its time
 is up, longer, or for ever, and then shows where in its C++ that was.
@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fivefold.errors import Mistake, PlaceError
-from fivefold.train.health.roll_call import key
+from fivefold.train.health.rank_status import key
 from fivefold.train.ranks.fresh_store import answers_at, connected, keeps_store
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.units import human_seconds, ranks_named
@@ -51,16 +51,16 @@ def check_place(env: RankEnv) -> None:
 
 
 def check_interfaces(variables: Mapping[str, str] = os.environ) -> None:
-    """Check that the network interfaces that gloo is told to use exist.
+    """Check that the network interfaces that gloo is to use exist.
 
     Raises:
         PlaceError: one of them is not.
     """
-    told = variables.get(INTERFACES, "")
+    given = variables.get(INTERFACES, "")
     there = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, told.split(",")):
+    for name in filter(None, given.split(",")):
         if name.partition(":")[0] not in there:  # a label of an address may follow
-            what = f"{INTERFACES}={told}: {socket.gethostname()} has no network interface {name}"
+            what = f"{INTERFACES}={given}: {socket.gethostname()} has no network interface {name}"
             why = (f"it has {', '.join(there)}",)
             raise PlaceError(Mistake(what, why, attempt=f"unset {INTERFACES}"))
 
@@ -133,7 +133,7 @@ def _warn(absent: Mistake, timeout: timedelta) -> float:
 
 
 def _unanswered(env: RankEnv, time_given: timedelta) -> Mistake:
-    why = "it did not start, was told another MASTER_ADDR or MASTER_PORT, or has a firewall"
+    why = "it did not start, was given another MASTER_ADDR or MASTER_PORT, or has a firewall"
     return Mistake(
         f"the first rank did not answer at {_place(env)} within {_text(time_given)}", (why,)
     )

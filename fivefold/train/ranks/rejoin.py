@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.mesh.groups import lost_connection
-from fivefold.train.health.roll_call import connect, key
+from fivefold.train.health.rank_status import connect, key
 from fivefold.train.ranks.rank_env import RankEnv
 
 LET_GO_SECONDS = 5.0  # for a rank to notice a failure and release everything

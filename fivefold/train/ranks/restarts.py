@@ -62,7 +62,7 @@ class Restarts:
         self._seen[end.why, step] += 1
         return None
 
-    def told(self, origin: Origin | None, done: int) -> str:
+    def message(self, origin: Origin | None, done: int) -> str:
         """A line about the state from which restarted ranks begin.
 
         Args:
@@ -77,7 +77,7 @@ class Restarts:
         return f"restart {self.used} of {self.most} from {start}{lost if done > step else ''}"
 
 
-class Again(NamedTuple):
+class Restart(NamedTuple):
     """Another start.
 
     Attributes:
@@ -89,7 +89,7 @@ class Again(NamedTuple):
     after: str
 
     @classmethod
-    def of(cls, orders: Orders) -> "Again":
+    def of(cls, orders: Orders) -> "Restart":
         """Parse `orders`."""
         origin = orders["origin"]
         if origin is not None:
@@ -128,7 +128,7 @@ class NextStart:
     config: Config
     finished: bool = False
 
-    def __call__(self, end: End) -> tuple[Again | None, str]:
+    def __call__(self, end: End) -> tuple[Restart | None, str]:
         """The next start (None if there is none), and a line about it."""
         if not self.restarts.most:
             return None, ""
@@ -143,7 +143,7 @@ class NextStart:
         if is_finished(origin, self.config):
             self.finished = True
             return None, "every step is done and saved"
-        return Again(origin, f"{end.place}: {end.why}"), self.restarts.told(origin, done)
+        return Restart(origin, f"{end.place}: {end.why}"), self.restarts.message(origin, done)
 
 
 def restarting(
@@ -158,9 +158,9 @@ def restarting(
     """
     end = ranks(origin, "")
     while end.why:
-        again, told = following(end)
-        if told:
-            print(told, file=sys.stderr, flush=True)
+        again, message = following(end)
+        if message:
+            print(message, file=sys.stderr, flush=True)
         if again is None:
             break
         end = ranks(*again)

@@ -13,20 +13,20 @@ import torch.distributed as dist
 
 from fivefold.errors import FivefoldError
 from fivefold.files import telling_system_errors
-from fivefold.train.health.roll_call import (
-    RollCall,
+from fivefold.train.health.rank_status import (
+    StatusResponder,
     answers,
-    call,
+    ask_ranks,
     connect,
     find_suspect,
     key,
     process_of,
 )
 from fivefold.train.ranks import failures
-from fivefold.train.ranks.crew import SEARCH_SECONDS
 from fivefold.train.ranks.failures import Failure
 from fivefold.train.ranks.fresh_store import keeps_store
 from fivefold.train.ranks.launch import Worker, place_name
+from fivefold.train.ranks.local_ranks import SEARCH_SECONDS
 from fivefold.train.ranks.meeting import check_place
 from fivefold.train.ranks.rank_env import RankEnv
 from fivefold.train.ranks.signals import leave_at_once
@@ -34,7 +34,7 @@ from fivefold.train.ranks.signals import leave_at_once
 CAUSE = "cause"  # key in the store: a rank failed by itself
 ALL_LEFT = "all left"  # key in the store: every rank needs it no longer
 LINGER_SECONDS = 5.0  # time for which a first rank that ends alone keeps the store
-TOLD = "told"  # key in the store: a rank has printed which rank the others waited for
+REPORTED = "reported"  # key in the store: a rank has printed which rank the others waited for
 
 
 def run_started(
@@ -53,7 +53,7 @@ def run_started(
     leave_at_once()
     check_place(env)
     failure: Failure | None = None
-    with RollCall(env):
+    with StatusResponder(env):
         try:
             with telling_system_errors(FivefoldError):
                 status = worker(env) or 0
@@ -126,10 +126,10 @@ def _ask(
     ends all ranks as soon as one has exited."""
     store.set(key("waited", env.rank), failure.place)
     if store.add(key("asking"), 1) > 1:
-        _await(store, TOLD, 2 * SEARCH_SECONDS)
+        _await(store, REPORTED, 2 * SEARCH_SECONDS)
         return
     ranks = range(env.world_size)
-    question = call(store, env.world_size)
+    question = ask_ranks(store, env.world_size)
     if _await(store, CAUSE, SEARCH_SECONDS):
         return
     waited = {r: key("waited", r) for r in ranks}
@@ -143,7 +143,7 @@ def _ask(
     else:
         cause = failures.disagreeing(failure, places | {r: given[r].place for r in silent})
     failures.explain(cause, place_name(rank, describe), env.world_size)
-    store.set(key(TOLD), "")
+    store.set(key(REPORTED), "")
 
 
 def _leave(store: dist.Store, env: RankEnv, outlives: bool = False) -> None:

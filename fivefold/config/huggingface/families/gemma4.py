@@ -8,12 +8,12 @@ from typing import Any
 
 from fivefold.config.huggingface import windows
 from fivefold.config.huggingface.family import AFTER, TOGETHER, Family, Fields, Tensors
-from fivefold.config.huggingface.lacking import GEMMA4_EMBEDDED, GEMMA4_SHARED
 from fivefold.config.huggingface.llama_like import LlamaLike
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.rope import Rope
 from fivefold.config.huggingface.rope_scalings import proportional_settings
 from fivefold.config.huggingface.rope_tables import rope_tables, written_tables
+from fivefold.config.huggingface.unsupported import GEMMA4_LAYER_EMBEDDINGS, GEMMA4_SHARED_KV
 from fivefold.config.model import ModelConfig
 
 _GEMMA4 = LlamaLike(
@@ -55,7 +55,7 @@ def _gemma4(reader: Reader, kind: _Absent = _Absent()) -> ModelConfig:
     # Of the second, "vision" is of images alone.
     reader.without_effect("use_double_wide_mlp", "hidden_act", "cache_implementation")
     reader.fixed("use_bidirectional_attention", None, "vision")
-    reader.fixed("num_kv_shared_layers", 0, why=GEMMA4_SHARED)
+    reader.fixed("num_kv_shared_layers", 0, why=GEMMA4_SHARED_KV)
     if kind.more:
         model = _with_more(reader, model)
     *listed, _ = windows.listed(reader, model.num_layers) or (
@@ -81,7 +81,7 @@ def _with_more(reader: Reader, model: ModelConfig) -> ModelConfig:
     reader.without_effect("vocab_size_per_layer_input", "hidden_size_per_layer_input")
     embedded = reader.fields.get("hidden_size_per_layer_input", 256)
     if embedded != 0:
-        reader.unsupported("hidden_size_per_layer_input", embedded, [0], GEMMA4_EMBEDDED)
+        reader.unsupported("hidden_size_per_layer_input", embedded, [0], GEMMA4_LAYER_EMBEDDINGS)
     if not reader.flag("enable_moe_block", False):
         reader.without_effect("num_experts", "top_k_experts", "moe_intermediate_size")
         return model

@@ -61,8 +61,8 @@ def _hybrid(reader: Reader) -> ModelConfig:
     else:
         reader.has_each_layer("layer_types", types, model.num_layers)
     if reader.fields.get("num_local_experts") != 0:
-        told = reader.fields.get("num_local_experts", 8)
-        reader.unsupported("num_local_experts", told, [0], "granitemoeshared has experts")
+        count = reader.fields.get("num_local_experts", 8)
+        reader.unsupported("num_local_experts", count, [0], "granitemoeshared has experts")
     if (position := reader.fields.get("position_embedding_type")) != "rope":
         why = "layers without RoPE would know no positions"
         reader.unsupported("position_embedding_type", position, ["rope"], why)

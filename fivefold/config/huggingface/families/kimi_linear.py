@@ -37,7 +37,7 @@ _LATENT_EPSILON = 1e-6
 
 
 def _read(reader: Reader) -> ModelConfig:
-    """The model; what RoPE would turn is there, and stays as it is."""
+    """The model; heads have the features that RoPE would rotate, but they are not rotated."""
     reader.also(**_OWN)
     read_stored_weights(reader, code=True, rounded=True)
     sizes = transformer_sizes(reader)

@@ -27,7 +27,7 @@ _LFM2 = LlamaLike(
 
 def _lfm2(reader: Reader) -> ModelConfig:
     reader.also(intermediate_size="block_ff_dim", tie_word_embeddings="tie_embedding")
-    model = _with_convolutions(reader, _read(reader), _all_or_told(reader))
+    model = _with_convolutions(reader, _read(reader), _all_or_listed(reader))
     # Of published files, and transformers has no use for them.
     for name in ("block_dim", "conv_dim", "conv_dim_out"):
         reader.fixed(name, model.hidden_size)
@@ -69,27 +69,27 @@ def _mixture(reader: Reader) -> ModelConfig:
     return replace(model, **(experts | own)) if experts else model
 
 
-def _inner_size(reader: Reader, told: int) -> int:
-    """Two thirds of what is told, times a factor, up to the next multiple; or just that."""
+def _inner_size(reader: Reader, listed: int) -> int:
+    """Two thirds of what is listed, times a factor, up to the next multiple; or just that."""
     unit = reader.size("block_multiple_of", default=256)
     factor = reader.number("block_ffn_dim_multiplier", 1.0)
     if not reader.flag("block_auto_adjust_ff_dim", True):
-        return told
-    part = int(2 * told / 3)
+        return listed
+    part = int(2 * listed / 3)
     size = int(factor * part)
     if size < 1:
         name, value, works = "block_ffn_dim_multiplier", factor, 1.0
         if part < 1:
-            name, value, works = "intermediate_size", told, 2
+            name, value, works = "intermediate_size", listed, 2
         reader.unsupported(name, value, [works], "it leaves MLPs no features")
     return unit * ceil(size / unit)
 
 
-def _all_or_told(reader: Reader) -> Sequence[int]:
+def _all_or_listed(reader: Reader) -> Sequence[int]:
     """Layers with attention, where no list names what each has."""
-    told = reader.fields.get("full_attn_idxs") is not None
+    listed = reader.fields.get("full_attn_idxs") is not None
     reader.without_effect("full_attn_idxs")
-    return reader.sizes("full_attn_idxs") if told else range(MAX_LAYERS)
+    return reader.sizes("full_attn_idxs") if listed else range(MAX_LAYERS)
 
 
 def _with_convolutions(reader: Reader, model: ModelConfig, whole: Sequence[int]) -> ModelConfig:

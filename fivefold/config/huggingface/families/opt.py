@@ -16,7 +16,7 @@ _MOST_REPEATS = 10_000
 
 
 def _sizes(reader: Reader, layers: str, heads: str) -> dict[str, Any]:
-    """What both say by the same names, or by these."""
+    """Sizes of OPT and GPT-Neo; `layers`, `heads`: names of the fields in which they differ."""
     read_stored_weights(reader)
     return {
         "num_layers": reader.size(layers, "num_hidden_layers", most=MAX_LAYERS),

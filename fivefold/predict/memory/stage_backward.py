@@ -14,7 +14,7 @@ from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.blocks import GatheredBlock, layer_block, stage_blocks
 from fivefold.counts.policy import StatePolicy
 from fivefold.counts.shards import ShardPlace, num_expert_shards, num_shards
-from fivefold.counts.state import gathered_bytes, kept_reduced, visiting_bytes, with_replicas
+from fivefold.counts.state import fetched_shard_bytes, gathered_bytes, kept_reduced, with_replicas
 from fivefold.description.shape import StageParts, all_layers
 from fivefold.layout import Layout
 
@@ -28,7 +28,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Passage:
+class StageBackward:
     """A backward through the blocks of a stage.
 
     Attributes:
@@ -55,14 +55,14 @@ class Passage:
     @property
     def anew(self) -> bool:
         """Whether it makes the first gradients of a stage whose gradients each step makes anew."""
-        return self.first and self.policy.remade
+        return self.first and self.policy.frees_gradients
 
     @property
     def fresh(self) -> float:
         """Bytes of a new gradient of a linear layer, and of the wider one that a rank alone keeps;
         0 if it is made in the sum, or added to it."""
         layout, policy = self.layout, self.policy
-        adds = policy.remade and not (policy.splits_gradient or self.first)
+        adds = policy.frees_gradients and not (policy.splits_gradient or self.first)
         adds = adds and layout.owns_linears and layout.fuses_accumulation
         if adds or policy.in_place:
             return 0.0
@@ -158,7 +158,7 @@ class Passage:
         policy = self.policy
         if policy.splits_gradient:
             return self._reduced(done) if self.first else 0.0
-        if not policy.remade:
+        if not policy.frees_gradients:
             return self.sent * sum(block.count * block.size for block in done)
         whole = now = policy.gradient * sum(block.count * block.size for block in done)
         if self.reduces and policy.splits_optimizer:
@@ -242,7 +242,7 @@ class Copies:
             beside=before,
             message=message,
             rearranged=copied,
-            visiting=visiting_bytes(layout, stage, policy),
+            visiting=fetched_shard_bytes(layout, stage, policy),
             most=gathered_bytes(layout, stage, policy),
             unpacked=unpacked,
             ends_unpacked=ends_unpacked,

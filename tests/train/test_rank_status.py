@@ -12,21 +12,21 @@ from dataclasses import asdict
 import pytest
 import torch.distributed as dist
 
-from fivefold.train.health import witness
-from fivefold.train.health.roll_call import (
+from fivefold.train.health import stack_sampler
+from fivefold.train.health.rank_status import (
     ANSWER_SECONDS,
     PATIENCE,
-    Answer,
-    RollCall,
+    RankStatus,
+    StatusResponder,
     answers,
+    ask_ranks,
     await_answers,
-    call,
     key,
 )
 from fivefold.train.ranks.rank_env import RankEnv
 
 LOOK = 0.1  # seconds between two looks, instead of half a second
-WAITS = Answer("finish (a.py:1)", waits=True, moves=False, stack="", doing="step 1", idle=3.0)
+WAITS = RankStatus("finish (a.py:1)", waits=True, moves=False, stack="", doing="step 1", idle=3.0)
 
 
 @pytest.fixture
@@ -36,14 +36,14 @@ def store() -> Iterator[dist.TCPStore]:
 
 def test_a_new_rank_does_not_answer_what_the_dead_one_was_asked(store: dist.TCPStore) -> None:
     for _ in range(20):
-        call(store, 2)
-    with RollCall(RankEnv(1, 1, 2, 2, "127.0.0.1", store.port, "local")):
-        assert _await_answer(store, call(store, 2))
+        ask_ranks(store, 2)
+    with StatusResponder(RankEnv(1, 1, 2, 2, "127.0.0.1", store.port, "local")):
+        assert _await_answer(store, ask_ranks(store, 2))
 
 
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(witness, "LOOK_SECONDS", LOOK)
+    monkeypatch.setattr(stack_sampler, "SAMPLE_SECONDS", LOOK)
 
 
 @pytest.mark.usefixtures("looks_often")
@@ -53,23 +53,23 @@ def test_a_rank_that_leaves_lets_no_later_one_answer_before_it_is_asked(
     """It wakes its own thread, in the store that the one in its place reads, too."""
     env = RankEnv(1, 1, 2, 2, "127.0.0.1", store.port, "local")
     for _ in range(2):
-        with RollCall(env):
-            question = call(store, 2)
+        with StatusResponder(env):
+            question = ask_ranks(store, 2)
             assert _await_answer(store, question)
-    with RollCall(env):
+    with StatusResponder(env):
         time.sleep(4 * LOOK)
         assert not answers(store, [1], question + 1)
-        assert _await_answer(store, call(store, 2))
+        assert _await_answer(store, ask_ranks(store, 2))
 
 
 @pytest.mark.usefixtures("looks_often")
 def test_a_rank_that_leaves_at_once_does_not_wait_for_its_thread(store: dist.TCPStore) -> None:
-    call(store, 2)
+    ask_ranks(store, 2)
     began = time.monotonic()
     for _ in range(4):
-        with RollCall(RankEnv(1, 1, 2, 2, "127.0.0.1", store.port, "local")):
+        with StatusResponder(RankEnv(1, 1, 2, 2, "127.0.0.1", store.port, "local")):
             pass
-        assert "roll call" not in {thread.name for thread in threading.enumerate()}
+        assert "rank status" not in {thread.name for thread in threading.enumerate()}
     assert time.monotonic() < began + 4 * (LOOK + 0.3)
 
 
@@ -92,7 +92,7 @@ class Clock:
     def pause(self, seconds: float) -> None:
         before, self.now = self.now, self.now + seconds
         if before < self._after <= self.now:
-            self._store.set("roll call 0/answer/1/1", json.dumps(asdict(WAITS)))
+            self._store.set("rank status 0/answer/1/1", json.dumps(asdict(WAITS)))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_rank_that_answers_late_is_waited_for_unless_it_is_stopped(
         time.sleep(0.5)  # it has ended, and nobody has asked how
         pid = child.pid
     clock = Clock(store, after)
-    monkeypatch.setattr("fivefold.train.health.roll_call.time.monotonic", clock.monotonic)
+    monkeypatch.setattr("fivefold.train.health.rank_status.time.monotonic", clock.monotonic)
     given = await_answers(store, {1: pid}, 1, clock.pause)
     assert (given == {1: WAITS}) is (after < 100.0)
     assert clock.now == pytest.approx(waited, abs=0.25)

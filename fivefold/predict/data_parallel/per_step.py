@@ -12,32 +12,32 @@ from dataclasses import dataclass
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import Sharding
 from fivefold.hardware import Gpu
-from fivefold.predict.data_parallel.transfers import Moves
+from fivefold.predict.data_parallel.transfers import StageTransfers
 from fivefold.predict.times.compute import V, greater, lesser, overlapped
 
 UNKNOWN = 1e9  # seconds of an update that hides what it may
 
 
 @dataclass(frozen=True)
-class Once:
+class StepTransfers:
     """Communication once a step, in seconds for each stage of a program.
 
     Attributes:
         placement: rank of each stage.
         ready: seconds from the start of the step until its first forward can begin.
         gathers: seconds by which that forward is longer than others.
-        sums: seconds for which the sums of its gradients travel.
-        last: seconds for which the last of these messages does.
-        overlaps: whether sums travel beside the last backward of their stage, which makes them;
-            otherwise when all backwards of the rank have ended.
+        reductions: seconds of the reductions of its gradients.
+        last_messages: seconds of the last of these messages.
+        overlaps: whether reductions overlap the last backward of their stage; otherwise they begin
+            when all backwards of the rank have ended.
         slowdown: share of the overlapped time that this backward loses.
     """
 
     placement: tuple[int, ...]
     ready: tuple[float, ...]
     gathers: tuple[float, ...]
-    sums: tuple[float, ...]
-    last: tuple[float, ...]
+    reductions: tuple[float, ...]
+    last_messages: tuple[float, ...]
     overlaps: bool
     slowdown: float
 
@@ -54,7 +54,11 @@ class Once:
         order = sorted(range(len(self.placement)), key=ends.__getitem__)
         free = {self.placement[stage]: 0.0 if self.overlaps else ends[stage] for stage in order}
         for stage in order:
-            rank, moved, alone = self.placement[stage], self.sums[stage], self.last[stage]
+            rank, moved, alone = (
+                self.placement[stage],
+                self.reductions[stage],
+                self.last_messages[stage],
+            )
             free[rank] += moved
             if self.overlaps:
                 own = arrival(starts[stage], ends[stage], moved, alone, self.slowdown)
@@ -86,15 +90,15 @@ def hides_gathers(parallel: ParallelConfig) -> bool:
     return parallel.overlap_param_gather or parallel.overlap_param_gather_with_optimizer_step
 
 
-def sent_once(
+def step_transfers(
     gpu: Gpu,
     parallel: ParallelConfig,
     sharding: Sharding,
-    stages: Sequence[tuple[Moves, float, int]],
+    stages: Sequence[tuple[StageTransfers, float, int]],
     placement: tuple[int, ...],
     update: float,
     by_block: bool,
-) -> Once:
+) -> StepTransfers:
     """Communication once a step: none for ZeRO-3, only weights for ZeRO-2.
 
     Args:
@@ -111,13 +115,15 @@ def sent_once(
     ready, gathers = [0.0] * len(placement), [0.0] * len(placement)
     if not sharding.splits_parameters:
         ready, gathers = _gathered(gpu, parallel, stages, placement, update, by_block)
-    sums = [0.0 if sharding.splits_gradients else moves.reduced for moves, *_ in stages]
-    last = [sent / (moves.messages or 1) for sent, (moves, *_) in zip(sums, stages, strict=True)]
-    return Once(
+    reductions = [0.0 if sharding.splits_gradients else moves.reduced for moves, *_ in stages]
+    last = [
+        sent / (moves.messages or 1) for sent, (moves, *_) in zip(reductions, stages, strict=True)
+    ]
+    return StepTransfers(
         placement,
         tuple(ready),
         tuple(gathers),
-        tuple(sums * copies),
+        tuple(reductions * copies),
         tuple(last * copies),
         parallel.overlap_grad_reduce,
         gpu.overlap_slowdown,
@@ -127,7 +133,7 @@ def sent_once(
 def _gathered(
     gpu: Gpu,
     parallel: ParallelConfig,
-    stages: Sequence[tuple[Moves, float, int]],
+    stages: Sequence[tuple[StageTransfers, float, int]],
     placement: Sequence[int],
     update: float,
     by_block: bool,

@@ -12,15 +12,15 @@ from fivefold.model.eight_bit.fp8 import E5M2, RECIPES
 from fivefold.model.eight_bit.linear import EightBit
 from fivefold.model.layers import Embedding, Linear, plain_column, plain_row
 from fivefold.tensor import vocabulary
-from fivefold.tensor.alone import ColumnAlone, RowAlone
 from fivefold.tensor.deferred_weight import DeferredWeights, SumOf, run_works
 from fivefold.tensor.exchange import Exchange
 from fivefold.tensor.linear import RowParallel
+from fivefold.tensor.one_rank import LocalColumn, LocalRow
 from tests.tensor.ways import held_sum, in_rooms
 
 T, H, F = 7, 5, 6
 ROWS: dict[str, Callable[[DeferredWeights], Callable[[Tensor, Linear], Tensor]]] = {
-    "one function": RowAlone,
+    "one function": LocalRow,
     "two, of which the first saves": lambda deferred: RowParallel(Exchange(None), deferred),
 }
 PLACES = (None, slice(1, 4))
@@ -74,7 +74,7 @@ def test_columns(later: bool, adds: bool) -> None:
         held = [p.grad for each in ours for p in each.parameters()]
         x = torch.randn(T, H, dtype=torch.float64).requires_grad_()
         other = x.detach().clone().requires_grad_()
-        found = ColumnAlone(deferred)(x, *ours)
+        found = LocalColumn(deferred)(x, *ours)
         expected = [
             y if each.used is None else y[:, each.used]
             for each, y in zip(ours, plain_column(other, *true), strict=True)
@@ -134,7 +134,7 @@ def test_weight_gradients_put_off_are_the_same_bits() -> None:
         layers = [linear(n, H, F, True).float() for n in (6, 7)]
         torch.manual_seed(9)
         for _ in range(3):
-            ys = ColumnAlone(deferred)(torch.randn(T, H).requires_grad_(), *layers)
+            ys = LocalColumn(deferred)(torch.randn(T, H).requires_grad_(), *layers)
             backward(deferred, later, list(ys), [torch.randn_like(y) for y in ys])
         results.append([p.grad for each in layers for p in each.parameters()])
     for one, two in zip(*results, strict=True):
@@ -145,7 +145,7 @@ def test_weight_gradients_put_off_are_the_same_bits() -> None:
 def test_of_another_arithmetic(recipe: str) -> None:
     """8 bits: the products are those of the plain seam, which quantise the input once."""
     found = []
-    for keeps, column in product((False, True), (plain_column, ColumnAlone(DeferredWeights()))):
+    for keeps, column in product((False, True), (plain_column, LocalColumn(DeferredWeights()))):
         layers = [linear(n, 40, 24, False) for n in (6, 7)]
         for each in layers:
             products = EightBit(RECIPES[recipe], torch.float64, E5M2)
@@ -163,7 +163,7 @@ def test_of_another_arithmetic(recipe: str) -> None:
 def test_frozen_weights_and_inputs_get_no_gradient() -> None:
     deferred = DeferredWeights()
     makes: list[Callable[[Tensor, Linear], Tensor]] = [make(deferred) for make in ROWS.values()]
-    makes.append(lambda x, layer: ColumnAlone(deferred)(x, layer)[0])
+    makes.append(lambda x, layer: LocalColumn(deferred)(x, layer)[0])
     for weights, inputs in ((False, True), (True, False)):
         for make in makes:
             layer = linear(9, H, F, False).requires_grad_(weights)
@@ -202,7 +202,7 @@ def test_gradients_of_tables_and_weights_in_their_rooms(
     table.lookup = vocabulary.VocabularyLookup(None, False, deferred)
     for _ in range(3):
         indices = torch.randint(0, 5, (T,))
-        (found,) = ColumnAlone(deferred)(table(indices), layer)
+        (found,) = LocalColumn(deferred)(table(indices), layer)
         (expected,) = plain_column(true(indices), other)
         upstream = torch.randn_like(found)
         backward(deferred, later, [found], [upstream])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fivefold.train.health.roll_call import Answer, answers, call, find_suspect
+from fivefold.train.health.rank_status import RankStatus, answers, ask_ranks, find_suspect
 from fivefold.train.ranks import failures
 from fivefold.train.ranks.children import (
     POLL_SECONDS,
@@ -31,7 +31,7 @@ SETTLE_SECONDS = 0.3  # wait for the report of a rank that failed a moment earli
 SEARCH_SECONDS = 3.0  # wait for the end of a rank that others lost: it frees its memory first
 
 
-class Crew:
+class LocalRanks:
     """Ranks on this machine, and the store in which they meet.
 
     Args:
@@ -133,7 +133,7 @@ class Crew:
                 waiting = self._generations.waiting
             if (failed or waiting) and deadline is None:
                 deadline = time.monotonic() + SEARCH_SECONDS
-                question = call(self._store, self._size)
+                question = ask_ranks(self._store, self._size)
             if any(r.failure and not r.failure.consequence for r in failed):
                 deadline = min(deadline or 0.0, time.monotonic() + SETTLE_SECONDS)
             if deadline is not None and time.monotonic() > deadline:
@@ -158,7 +158,7 @@ class Crew:
         return self._behind(first, [r for r in self._ranks if r.rank not in waiting], given)
 
     def _behind(
-        self, symptom: tuple[int, Failure], needed: list[Child], given: Mapping[int, Answer]
+        self, symptom: tuple[int, Failure], needed: list[Child], given: Mapping[int, RankStatus]
     ) -> tuple[int, Failure]:
         """The rank that caused a lost connection: it exited too early, or keeps others waiting.
 

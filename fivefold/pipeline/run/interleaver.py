@@ -19,7 +19,7 @@ class OtherHalfFailed(Exception):
     """Ends one half of a pair after the other has failed."""
 
 
-class Turns:
+class Interleaver:
     """Interleaves two functions on one rank.
 
     Args:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.train.health.vitals import DEAD_STEPS, SAME_STEPS, Symptom, Vitals
+from fivefold.train.health.learning import DEAD_STEPS, SAME_STEPS, LearningChecks, LearningProblem
 from fivefold.train.step_result import StepResult
 
 VOCABULARY = 512
@@ -14,10 +14,10 @@ def step(loss: float, norm: float, *, lr: float = 1e-3, tokens: int = 64) -> Ste
     return StepResult(loss, norm, lr, tokens)
 
 
-def symptoms(results: list[StepResult]) -> dict[int, Symptom]:
-    vitals = Vitals(VOCABULARY, 1e-3)
-    seen = {number: vitals.look(result) for number, result in enumerate(results, 1)}
-    return {number: symptom for number, symptom in seen.items() if symptom is not None}
+def symptoms(results: list[StepResult]) -> dict[int, LearningProblem]:
+    checks = LearningChecks(VOCABULARY, 1e-3)
+    seen = {number: checks.look(result) for number, result in enumerate(results, 1)}
+    return {number: problem for number, problem in seen.items() if problem is not None}
 
 
 def test_a_run_without_gradient_is_told_at_once_and_given_up_later() -> None:

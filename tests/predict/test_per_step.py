@@ -14,8 +14,8 @@ from fivefold.hardware import GPUS
 from fivefold.pipeline.costs.costs import Costs
 from fivefold.pipeline.ir import Kind, Program
 from fivefold.pipeline.order import Order
-from fivefold.predict.data_parallel.once import Once, sent_once
-from fivefold.predict.data_parallel.transfers import Moves
+from fivefold.predict.data_parallel.per_step import StepTransfers, step_transfers
+from fivefold.predict.data_parallel.transfers import StageTransfers
 from fivefold.predict.program.makespan import leveled_program
 from fivefold.predict.program.walk import Walked
 from fivefold.predict.times.compute import overlapped
@@ -50,7 +50,7 @@ class Drawn:
         f, b, w = (tuple(draw() * copies) for _ in range(3))
         self.costs = Costs(f, b, w, rng.choice((0.0, 0.3)))
         self.moves = [
-            Moves(gathered, reduced, rng.choice((1, 2, 7)))
+            StageTransfers(gathered, reduced, rng.choice((1, 2, 7)))
             for gathered, reduced in zip(draw(), draw(), strict=True)
         ]
         self.layers = [rng.choice((0, 1, 2, 7)) for _ in range(count)]
@@ -60,25 +60,27 @@ class Drawn:
         self.by_block = rng.choice((True, False))
 
     @property
-    def once(self) -> Once:
+    def per_step(self) -> StepTransfers:
         f = self.costs.f
         stages = [(each, f[s], self.layers[s]) for s, each in enumerate(self.moves)]
         placement = self.program.placement
         parallel, strategy = self.parallel, self.strategy
         by_block = self.by_block
-        return sent_once(self.gpu, parallel, strategy, stages, placement, self.update, by_block)
+        return step_transfers(
+            self.gpu, parallel, strategy, stages, placement, self.update, by_block
+        )
 
     @property
     def walked(self) -> Walked:
-        once = self.once
-        ready, gathers = (np.array([each]).T for each in (once.ready, once.gathers))
+        sent = self.per_step
+        ready, gathers = (np.array([each]).T for each in (sent.ready, sent.gathers))
         return self.table.walk([self.costs], ready, gathers)
 
     @property
     def seconds(self) -> float:
         """Of the program with what is sent, and of the update."""
         walked = self.walked
-        arrived = self.once.arrived(walked.starts[:, 0].tolist(), walked.ends[:, 0].tolist())
+        arrived = self.per_step.arrived(walked.starts[:, 0].tolist(), walked.ends[:, 0].tolist())
         return max(float(walked.makespans[0]), arrived) + self.update
 
 
@@ -87,7 +89,7 @@ def drawn(count: int) -> list[Drawn]:
 
 
 def one_by_one(
-    program: Program, costs: Costs, once: Once
+    program: Program, costs: Costs, sent: StepTransfers
 ) -> tuple[float, list[float], list[float]]:
     """The makespan, and when each stage's last weight gradients begin and end."""
     length = program.num_stages // program.num_copies
@@ -116,7 +118,7 @@ def one_by_one(
             for kid in act.elementary:
                 if kid.kind is Kind.F and kid.stage not in begun:
                     begun.add(kid.stage)
-                    start, time = max(start, once.ready[kid.stage]), time + once.gathers[kid.stage]
+                    start, time = max(start, sent.ready[kid.stage]), time + sent.gathers[kid.stage]
             clocks[rank] = start + time
             for kid in act.elementary:
                 if kid.kind in (Kind.F, Kind.B, Kind.BW):
@@ -128,18 +130,21 @@ def one_by_one(
 
 
 def message_by_message(
-    once: Once, messages: Sequence[int], starts: Sequence[float], ends: Sequence[float]
+    sent: StepTransfers,
+    messages: Sequence[int],
+    starts: Sequence[float],
+    ends: Sequence[float],
 ) -> float:
     """When the last message has arrived, if each is sent as soon as it can be and its rank's link
     is free: all but the last of a stage from its backward's start on."""
     free: dict[int, float] = defaultdict(float)
     for stage in sorted(range(len(ends)), key=ends.__getitem__):
-        rank, count = once.placement[stage], messages[stage]
-        same = [end for s, end in enumerate(ends) if once.placement[s] == rank]
+        rank, count = sent.placement[stage], messages[stage]
+        same = [end for s, end in enumerate(ends) if sent.placement[s] == rank]
         for number in range(count):
             begins = ends[stage] if number == count - 1 else starts[stage]
-            begins = begins if once.overlaps else max(same)
-            free[rank] = max(free[rank], begins) + once.sums[stage] / count
+            begins = begins if sent.overlaps else max(same)
+            free[rank] = max(free[rank], begins) + sent.reductions[stage] / count
     return max(free.values())
 
 
@@ -149,7 +154,7 @@ def test_a_walk_is_the_simulation_of_every_action(name: str, placement: tuple[in
         each = Drawn(name, placement, seed)
         walked, (makespan, starts, ends) = (
             each.walked,
-            one_by_one(each.program, each.costs, each.once),
+            one_by_one(each.program, each.costs, each.per_step),
         )
         assert walked.makespans[0] == pytest.approx(makespan)
         assert walked.starts[:, 0] == pytest.approx(starts)
@@ -160,15 +165,15 @@ def test_sums_arrive_as_their_messages_do_one_by_one() -> None:
     """Where a backward loses nothing to them; otherwise at most what all backwards lose later."""
     later = 0
     for each in drawn(12):
-        once, (_, starts, ends) = each.once, one_by_one(each.program, each.costs, each.once)
+        sent, (_, starts, ends) = each.per_step, one_by_one(each.program, each.costs, each.per_step)
         copies = each.program.num_copies
         messages = [move.messages for move in each.moves] * copies
-        apart = message_by_message(once, messages, starts, ends)
-        free = replace(once, slowdown=0.0)
+        apart = message_by_message(sent, messages, starts, ends)
+        free = replace(sent, slowdown=0.0)
         assert free.arrived(starts, ends) == pytest.approx(apart)
-        most = once.slowdown * sum(end - start for start, end in zip(starts, ends, strict=True))
-        assert apart - 1e-9 <= once.arrived(starts, ends) <= apart + most + 1e-9
-        later += once.arrived(starts, ends) > apart + 1e-9
+        most = sent.slowdown * sum(end - start for start, end in zip(starts, ends, strict=True))
+        assert apart - 1e-9 <= sent.arrived(starts, ends) <= apart + most + 1e-9
+        later += sent.arrived(starts, ends) > apart + 1e-9
     assert later > 20
 
 
@@ -178,14 +183,14 @@ def test_one_stage_hides_what_overlaps() -> None:
         rng = random.Random(seed)
         f, b, w, gathered, reduced = (0.1 + rng.random() for _ in range(5))
         table = leveled_program(Order("1f1b", (0,), 1), pairs=False, eager=False)
-        stages = [(Moves(gathered, reduced, 4), f, 5)]
+        stages = [(StageTransfers(gathered, reduced, 4), f, 5)]
         by_block = seed % 2 == 0
-        once = sent_once(GPU, ParallelConfig(), SHARDING["optim"], stages, (0,), 0.0, by_block)
-        ready, gathers = np.array([once.ready]).T, np.array([once.gathers]).T
+        sent = step_transfers(GPU, ParallelConfig(), SHARDING["optim"], stages, (0,), 0.0, by_block)
+        ready, gathers = np.array([sent.ready]).T, np.array([sent.gathers]).T
         walked = table.walk([Costs((f,), (b,), (w,))], ready, gathers)
         before = gathered / 5 + overlapped(GPU, f, gathered * 4 / 5)
         after = reduced / 4 + overlapped(GPU, b + w, reduced * 3 / 4)
-        found = once.arrived(walked.starts[:, 0].tolist(), walked.ends[:, 0].tolist())
+        found = sent.arrived(walked.starts[:, 0].tolist(), walked.ends[:, 0].tolist())
         assert found == pytest.approx(before + f + b + w + after)
 
 

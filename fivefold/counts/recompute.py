@@ -9,7 +9,7 @@ from fivefold.layout import Layout
 
 
 @dataclass(frozen=True)
-class Remade:
+class LayerRecompute:
     """What the backward of a layer recomputes.
 
     Attributes:
@@ -23,21 +23,21 @@ class Remade:
     modules: tuple[str, ...]
 
 
-def remade_layers(layout: Layout, stage: int) -> Iterator[tuple[int, Remade]]:
+def recomputed_layers(layout: Layout, stage: int) -> Iterator[tuple[int, LayerRecompute]]:
     """The layers of a stage of the program, and what is recomputed of each."""
     memory, model = layout.memory_of(stage), layout.config.model
     parts = layout.split.stages[stage % len(layout.split.stages)]
     for group, again in memory.recomputed_groups(len(parts.layers)):
         for place in group:
-            modules = memory.of_layer(place).remade_modules
-            yield parts.layers[place], Remade(again, again and place == group[-1], modules)
+            modules = memory.of_layer(place).recomputed_modules
+            yield parts.layers[place], LayerRecompute(again, again and place == group[-1], modules)
     # An MTP module ends with a norm.
     whole = memory.recompute_granularity == "full"
     for layer in all_layers(model, ModelParts(mtp=parts.mtp)):
-        yield layer, Remade(whole, False, memory.remade_modules)
+        yield layer, LayerRecompute(whole, False, memory.recomputed_modules)
 
 
-MADE_AGAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+RECOMPUTED_LINEARS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "mla_up_proj": tuple(f"self_attn.{up}_proj." for up in ("q", "q_b", "kv_b")),
         "mlp": tuple(f"mlp.{name}_proj." for name in ("gate", "up", "down")),

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.pipeline.run.turns import OtherHalfFailed, Turns
+from fivefold.pipeline.run.interleaver import Interleaver, OtherHalfFailed
 
 
-def half(turns: Turns, seen: list[str], name: str, pieces: int) -> Callable[[], None]:
+def half(turns: Interleaver, seen: list[str], name: str, pieces: int) -> Callable[[], None]:
     def run() -> None:
         for piece in range(pieces):
             seen.append(f"{name}{piece}")
@@ -20,7 +20,7 @@ def half(turns: Turns, seen: list[str], name: str, pieces: int) -> Callable[[], 
 
 @pytest.mark.parametrize(("first", "second"), [(3, 3), (1, 4), (4, 1), (0, 2), (2, 0), (0, 0)])
 def test_each_goes_on_until_it_gives_way(first: int, second: int) -> None:
-    turns, seen = Turns(torch.device("cpu")), list[str]()
+    turns, seen = Interleaver(torch.device("cpu")), list[str]()
     for _ in range(2):
         seen.clear()
         between = list[int]()
@@ -41,7 +41,7 @@ def test_each_goes_on_until_it_gives_way(first: int, second: int) -> None:
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("failing", ["first", "second"])
 def test_the_half_that_fails_is_told_and_ends_the_other(failing: str, place: int) -> None:
-    turns, unwound = Turns(torch.device("cpu")), list[str]()
+    turns, unwound = Interleaver(torch.device("cpu")), list[str]()
 
     def run(name: str) -> None:
         try:
@@ -61,7 +61,7 @@ def test_the_half_that_fails_is_told_and_ends_the_other(failing: str, place: int
 
 
 def test_what_pytorch_keeps_for_a_thread_holds_in_both_halves() -> None:
-    turns, names = Turns(torch.device("cpu")), list[str]()
+    turns, names = Interleaver(torch.device("cpu")), list[str]()
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]

@@ -1,5 +1,5 @@
-"""Looks at the main thread of this process from another thread: whether it computes, waits or
-hangs."""
+"""Samples the stack of this process's main thread from another thread: whether it computes, waits
+or hangs."""
 
 import concurrent.futures.thread
 import sys
@@ -15,10 +15,10 @@ import torch
 
 from fivefold.train.health.activity import Activity
 
-LOOK_SECONDS = 0.5  # between two looks that show whether a rank makes progress
+SAMPLE_SECONDS = 0.5  # between two samples that show whether a rank makes progress
 BUSY = 0.1  # share of this time that a process computes if it does not only wait
-WATCHERS = ("roll call", "watchdog")  # names of threads that look
-PLACES = 12  # innermost frames of an answer
+WATCHERS = ("rank status", "watchdog")  # names of the threads that sample
+FRAMES_SHOWN = 12  # innermost frames of a status
 
 _PACKAGE = Path(__file__).parents[2]
 _TORCH = Path(torch.__file__).parent
@@ -29,7 +29,7 @@ _WAITING = (*_SENDING, str(_TORCH / "distributed"), str(_PACKAGE / "train" / "st
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankStatus:
     """The activity of a rank's main thread, or of the thread that it waits for.
 
     Attributes:
@@ -55,7 +55,7 @@ class Answer:
         return f"{verb} in {self.place}"
 
 
-class Witness:
+class StackSampler:
     """Tells another thread what the thread that created it is doing.
 
     Args:
@@ -65,21 +65,21 @@ class Witness:
     def __init__(self, activity: Activity) -> None:
         self._main, self._activity = threading.get_ident(), activity
 
-    def look(self) -> Answer:
-        """Look twice, `LOOK_SECONDS` apart."""
+    def sample(self) -> RankStatus:
+        """Sample the stack twice, `SAMPLE_SECONDS` apart."""
         before = [frame.name for frame in self._active()]
         computed = time.process_time()
-        time.sleep(LOOK_SECONDS)
+        time.sleep(SAMPLE_SECONDS)
         computed = time.process_time() - computed
         stack = self._active()
         doing = str(self._activity)
         if stack[-1].filename == _MESSAGES:
             doing += f"; needs {self._activity.needs}"
-        return Answer(
+        return RankStatus(
             place_of(stack),
             stack[-1].filename.startswith(_WAITING),
-            before != [frame.name for frame in stack] or computed > BUSY * LOOK_SECONDS,
-            "".join(traceback.format_list(stack[-PLACES:])),
+            before != [frame.name for frame in stack] or computed > BUSY * SAMPLE_SECONDS,
+            "".join(traceback.format_list(stack[-FRAMES_SHOWN:])),
             doing,
             self._activity.idle_seconds,
         )

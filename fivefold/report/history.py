@@ -22,7 +22,7 @@ from fivefold.pipeline.draw.study import measured_results
 from fivefold.pipeline.ir import ProgramError
 from fivefold.report.audited import audited
 from fivefold.report.settings import run_config
-from fivefold.report.starts import Alike
+from fivefold.report.starts import ComparableSteps
 from fivefold.train.folder.metrics_file import is_step
 from fivefold.train.folder.run_folder import CHECKPOINTS, RunFolder
 
@@ -36,7 +36,7 @@ Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Happening:
+class RunEvent:
     """An event of a run.
 
     Attributes:
@@ -51,7 +51,7 @@ class Happening:
 
 
 @dataclass(frozen=True)
-class Story:
+class RunHistory:
     """The course of a run.
 
     Attributes:
@@ -67,7 +67,7 @@ class Story:
     config: Config
     starts: tuple[Record, ...]
     records: tuple[Record, ...]
-    happenings: tuple[Happening, ...]
+    happenings: tuple[RunEvent, ...]
     seen: datetime | None
 
     @property
@@ -99,7 +99,10 @@ class Story:
         """The median of a metric over the `usual_steps` of as many tokens as the last one; where
         they have none, over all of them, all in the layout of the latest start, or else over all.
         """
-        alike, size = Alike(self.starts), self.steps[-1].get("tokens") if self.steps else None
+        alike, size = (
+            ComparableSteps(self.starts),
+            self.steps[-1].get("tokens") if self.steps else None,
+        )
         latest = [record for record in self.steps if record["step"] in alike]
         of_size = [record for record in self.usual_steps if record.get("tokens") == size]
         for records in (of_size, self.usual_steps, latest, self.steps):
@@ -112,7 +115,7 @@ class Story:
         """Records of the steps that were taken as the latest start takes them: a layout's times are
         theirs. The first one of each start is left out and, if there are others, those that were
         audited or profiled."""
-        usual = Alike(self.starts).usual([record["step"] for record in self.steps])
+        usual = ComparableSteps(self.starts).usual([record["step"] for record in self.steps])
         logging, audited = self.config.logging, audited_step(RunFolder(self.folder).audit)
         ends = (logging.profile_step_start, logging.profile_step_end) if logging.profile else (0, 0)
         unwatched = {step for step in usual if step != audited and step not in range(*ends)}
@@ -157,7 +160,7 @@ class Story:
         return []
 
 
-def read_story(folder: Path) -> Story:
+def read_history(folder: Path) -> RunHistory:
     """The course of a run so far, from its folder.
 
     Raises:
@@ -172,7 +175,7 @@ def read_story(folder: Path) -> Story:
         records = [line for line in lines if is_step(line.get("step"))]
     seen = _changed(metrics) if records else None
     happenings = sorted(_happenings(run, starts), key=lambda each: each.when)
-    return Story(folder, config, tuple(starts), tuple(records), tuple(happenings), seen)
+    return RunHistory(folder, config, tuple(starts), tuple(records), tuple(happenings), seen)
 
 
 def evaluated(records: Iterable[Record]) -> list[str]:
@@ -186,7 +189,7 @@ def validation_set(column: str) -> str:
     return f" {name[1:]}" if name else ""
 
 
-def _happenings(run: RunFolder, starts: Iterable[Record]) -> Iterable[Happening]:
+def _happenings(run: RunFolder, starts: Iterable[Record]) -> Iterable[RunEvent]:
     for number, start in enumerate(starts):
         command = shlex.join(start.get("command", ()))
         host, devices = start.get("host", ""), start.get("devices") or ["CPU"]
@@ -194,17 +197,17 @@ def _happenings(run: RunFolder, starts: Iterable[Record]) -> Iterable[Happening]
         if start.get("after"):
             what += f" after {start['after']}"
         if when := _time_of(start):
-            yield Happening(when, what, command)
+            yield RunEvent(when, what, command)
     for checkpoint, when in _dated(run.path / CHECKPOINTS, "step-*/manifest.json"):
         if match := _CHECKPOINT.fullmatch(checkpoint.parent.name):
-            yield Happening(when, f"checkpoint of step {match[1]}")
+            yield RunEvent(when, f"checkpoint of step {match[1]}")
     for error, when in _dated(run.errors, "rank-*.txt"):
         lines = error.read_text(errors="replace").strip().splitlines()
         rank = error.stem.removeprefix("rank-")
-        yield Happening(when, f"rank {rank} failed", lines[-1] if lines else "")
+        yield RunEvent(when, f"rank {rank} failed", lines[-1] if lines else "")
     for hang, when in _dated(run.hangs, "step-*.txt"):
         lines = hang.read_text(errors="replace").splitlines()
-        yield Happening(when, lines[0] if lines else "no progress", " ".join(lines[1:2]))
+        yield RunEvent(when, lines[0] if lines else "no progress", " ".join(lines[1:2]))
 
 
 def _dated(folder: Path, pattern: str) -> Iterator[tuple[Path, datetime]]:

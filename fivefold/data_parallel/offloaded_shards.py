@@ -17,7 +17,7 @@ Mark = Any
 """The end of a copy, in the form that the copying side provides."""
 
 
-class AwayShards:
+class OffloadedShards:
     """The shards of a block (one parameter group of FSDP2) that are off the device between gathers.
 
     FSDP2 reads each shard from one tensor per parameter. The memory of these is freed; from the
@@ -45,21 +45,21 @@ class AwayShards:
         group.unshard, group.wait_for_unshard = self._unshard, self._wait_for_unshard
         self._arrived: Mark = None
 
-    def keep_at(self, bring: Callable[[Tensor], Mark], wait: Callable[[Mark], None]) -> None:
+    def keep_at(self, fetch: Callable[[Tensor], Mark], wait: Callable[[Mark], None]) -> None:
         """Set where the shards are kept.
 
         Args:
-            bring: starts copying all of them, one after the other, onto a tensor of the device.
+            fetch: starts copying all of them, one after the other, onto a tensor of the device.
             wait: makes later work on the current stream wait for such a copy.
         """
-        self._bring, self._wait = bring, wait
+        self._fetch, self._wait = fetch, wait
 
     def _unshard(self, async_op: bool = False) -> None:
         group = self._group
         if internals.is_gathering(group) or group.is_unsharded:
             return
         here = torch.empty(sum(self.sizes), dtype=self.dtype, device=group.device)
-        self._arrived = self._bring(here)
+        self._arrived = self._fetch(here)
         self._put(here.split(self.sizes))
         if group.mesh_info.mesh.size(-1) == 1:  # otherwise read when the gather ends
             self._gather(async_op)
@@ -87,19 +87,19 @@ def give_memory(
     stage: nn.Module,
     device: torch.device,
     groups: Mapping[nn.Module, Sequence[Any]],
-    away: Collection[str],
-) -> dict[nn.Module, AwayShards]:
+    offloaded: Collection[str],
+) -> dict[nn.Module, OffloadedShards]:
     """Allocate the parameters of a stage, with any values, block by block.
 
     Args:
         stage: stage on the meta device.
         device: device of its parameters.
         groups: FSDP2's parameter groups of each of its blocks: one, or none.
-        away: names of the parameters whose shards lie elsewhere and keep none, all of a block or
-            none.
+        offloaded: names of the parameters whose shards are not on the device: all of a block,
+            or none.
 
     Returns:
-        The blocks whose shards lie elsewhere.
+        The blocks whose shards are not on the device.
     """
     names = {parameter: name for name, parameter in stage.named_parameters()}
     named = {
@@ -109,6 +109,6 @@ def give_memory(
     for module in reversed([*stage.modules()]):  # inner modules before their block
         slices.give_memory(module, device)
         internals.use_memory(groups.get(module, ()))
-        if not {*away}.isdisjoint(named.get(module, ())):
-            found[module] = AwayShards(groups[module][0], named[module])
+        if not {*offloaded}.isdisjoint(named.get(module, ())):
+            found[module] = OffloadedShards(groups[module][0], named[module])
     return found

@@ -1,10 +1,10 @@
-"""Lower bounds on the time of communication once a step (`predict.data_parallel.once`)."""
+"""Lower bounds on the time of communication once a step (`predict.data_parallel.per_step`)."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.data_parallel.once import UNKNOWN, arrival, delays, hides_gathers
+from fivefold.predict.data_parallel.per_step import UNKNOWN, arrival, delays, hides_gathers
 from fivefold.search.bound_tables import PREDICTION, SHARDING, Cells, Ranks, Values
 from fivefold.search.columns import Column
 from fivefold.search.data_parallel_bound import DataParallelBound

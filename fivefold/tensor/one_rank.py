@@ -135,7 +135,7 @@ def call_of(
 
 
 @dataclass(frozen=True)
-class ColumnAlone:
+class LocalColumn:
     """The `column` seam on one rank: several linears of one input, with all features.
 
     Attributes:
@@ -152,11 +152,11 @@ class ColumnAlone:
 
 
 @dataclass(frozen=True)
-class RowAlone:
+class LocalRow:
     """The `row` seam on one rank: one linear.
 
     A recomputation would repeat its product where that ends a block. Attributes as in
-    `ColumnAlone`.
+    `LocalColumn`.
     """
 
     deferred: DeferredWeights

@@ -20,7 +20,7 @@ from typing import Self
 import psutil
 import torch.distributed as dist
 
-from fivefold.train.health.witness import Answer, Witness
+from fivefold.train.health.stack_sampler import RankStatus, StackSampler
 from fivefold.train.ranks.fresh_store import answers_at, connected
 from fivefold.train.ranks.rank_env import RankEnv
 
@@ -42,7 +42,7 @@ class Suspect:
     moves: bool = False
 
 
-class RollCall:
+class StatusResponder:
     """Answers for this process while its block runs; does nothing if there is one process only.
 
     Args:
@@ -50,7 +50,7 @@ class RollCall:
     """
 
     def __init__(self, env: RankEnv) -> None:
-        self._env, self._witness = env, Witness(env.activity)
+        self._env, self._sampler = env, StackSampler(env.activity)
         self._thread: threading.Thread | None = None
         # Calls carry the name of who is called: what wakes this one to leave wakes no later one.
         self._name = uuid.uuid4().hex
@@ -58,7 +58,7 @@ class RollCall:
 
     def __enter__(self) -> Self:
         if self._env.launcher != "single":
-            self._thread = threading.Thread(target=self._answer, name="roll call", daemon=True)
+            self._thread = threading.Thread(target=self._answer, name="rank status", daemon=True)
             self._thread.start()
         return self
 
@@ -83,7 +83,7 @@ class RollCall:
             asked = store.add(key("questions"), 0)
             while True:
                 if asked:
-                    answer = json.dumps(asdict(self._witness.look()))
+                    answer = json.dumps(asdict(self._sampler.sample()))
                     store.set(key("answer", asked, self._env.rank), answer)
                 asked = self._question = asked + 1
                 if not self._ended:  # else nobody could know which question wakes it
@@ -100,7 +100,7 @@ def key(kind: str, *names: int | str) -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A host that comes or goes is no restart to torchrun's count, but another number of ranks.
         attempt += f" of {os.environ['WORLD_SIZE']}"
-    return "/".join([f"roll call {attempt}", kind, *map(str, names)])
+    return "/".join([f"rank status {attempt}", kind, *map(str, names)])
 
 
 def connect(env: RankEnv) -> dist.TCPStore | None:
@@ -119,7 +119,7 @@ def _hosted(env: RankEnv) -> bool:
     return env.launcher == "local" or answers_at(env.master_addr, env.master_port)
 
 
-def call(store: dist.Store, world_size: int) -> int:
+def ask_ranks(store: dist.Store, world_size: int) -> int:
     """Ask ranks for their activity; they answer within `ANSWER_SECONDS`, or not at all.
 
     Returns:
@@ -132,10 +132,10 @@ def call(store: dist.Store, world_size: int) -> int:
     return question
 
 
-def answers(store: dist.Store, ranks: Iterable[int], question: int) -> dict[int, Answer]:
+def answers(store: dist.Store, ranks: Iterable[int], question: int) -> dict[int, RankStatus]:
     """The answers of ranks so far."""
     keys = {rank: key("answer", question, rank) for rank in ranks}
-    return {r: Answer(**json.loads(store.get(k))) for r, k in keys.items() if store.check([k])}
+    return {r: RankStatus(**json.loads(store.get(k))) for r, k in keys.items() if store.check([k])}
 
 
 def await_answers(
@@ -143,7 +143,7 @@ def await_answers(
     processes: Mapping[int, int | None],
     question: int,
     pause: Callable[[float], object],
-) -> dict[int, Answer]:
+) -> dict[int, RankStatus]:
     """The answers of ranks, once all have answered or the missing ones will not.
 
     On a machine with more work than cores an answer takes seconds; to call such a rank unresponsive
@@ -180,7 +180,7 @@ def _registered(store: dist.Store, rank: int) -> tuple[str, int, str] | None:
 
 
 def find_suspect(
-    processes: Mapping[int, int | None], given: Mapping[int, Answer]
+    processes: Mapping[int, int | None], given: Mapping[int, RankStatus]
 ) -> Suspect | None:
     """The rank that holds up the others; None if all of them wait.
 

@@ -10,7 +10,7 @@ SAME_STEPS = 5  # steps in a row with the same loss, after which a run is suspec
 
 
 @dataclass(frozen=True)
-class Symptom:
+class LearningProblem:
     """A problem of a run whose numbers are all finite.
 
     Attributes:
@@ -24,7 +24,7 @@ class Symptom:
     fatal: bool = False
 
 
-class Vitals:
+class LearningChecks:
     """Examines the result of each step, which is the same on all ranks, and so is the conclusion.
 
     Args:
@@ -43,8 +43,8 @@ class Vitals:
         self.dead = self._same = 0
         self._loss = math.nan
 
-    def look(self, result: StepResult) -> Symptom | None:
-        """The symptom of this step; reported when it begins, and again when it becomes fatal."""
+    def look(self, result: StepResult) -> LearningProblem | None:
+        """The problem of this step; reported when it begins, and again when it becomes fatal."""
         if result.tokens == 0:  # no token had a loss, so there was nothing to learn
             return None
         self.dead = self.dead + 1 if result.grad_norm == 0.0 else 0
@@ -54,12 +54,12 @@ class Vitals:
         self._loss = result.loss
         if self.dead in (1, DEAD_STEPS):
             lasting = f", for the {DEAD_STEPS}th step in a row" if self.dead > 1 else ""
-            return Symptom(
+            return LearningProblem(
                 f"the gradient is exactly 0{lasting}", self._why_dead(), fatal=self.dead > 1
             )
         if self._same == SAME_STEPS - 1 and not self.dead:
             what = f"the loss has been {result.loss:.6g} to the last bit for {SAME_STEPS} steps"
-            return Symptom(what, ("the model's answer no longer depends on what it reads",))
+            return LearningProblem(what, ("the model's answer no longer depends on what it reads",))
         return None
 
     def _why_dead(self) -> tuple[str, ...]:

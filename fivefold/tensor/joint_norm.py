@@ -15,7 +15,7 @@ from fivefold.mesh.collectives import all_reduce
 from fivefold.model.norms import RMSNorm
 
 
-class HeadsTogether:
+class JointHeadNorm:
     """The `norm_together` seam of attention.
 
     Args:
