@@ -121,7 +121,7 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> lis
 
 BLOCKS = cut(((0, 300),), ((0, 300),), DocumentMask((0, 100, 300), 90), tile=150)
 """Of every kind."""
-SMALL = cut(((0, 100),), ((0, 100),), Sight((0, 30, 100), 25), tile=50)
+SMALL = cut(((0, 100),), ((0, 100),), DocumentMask((0, 30, 100), 25), tile=50)
 """Of every kind, and of several tiles of a kernel."""
 
 
