@@ -29,6 +29,7 @@ from fivefold.rehearse.kernels import one_kernel_each
 from fivefold.rehearse.ledger import StepHoldings, StepLedger
 from fivefold.rehearse.script import GRADIENTS, OPTIMIZER, WEIGHTS, Script
 from fivefold.rehearse.shadow import Shadow
+from fivefold.rehearse.shapes import Known
 from fivefold.rehearse.world import pretended_world
 from fivefold.train.engine import Engine
 from fivefold.train.ranks.children import leave_signals_to_parent
@@ -50,7 +51,7 @@ def rehearse_ranks(
     Raises:
         FivefoldError: one of the processes was killed.
     """
-    one = partial(rehearse_rank, layout, gpus=gpus)
+    one = partial(rehearse_rank, layout, gpus=gpus, known={})
     if processes == 1:
         return [one(rank) for rank in ranks]
     # Forked, as ranks are for training: this process has run no backward and has no threads.
@@ -69,15 +70,17 @@ def rehearse_ranks(
             raise
 
 
-def rehearse_rank(layout: Layout, rank: int, *, gpus: bool = True) -> Script:
-    """One step of one rank, on tensors that have shapes but no values."""
+def rehearse_rank(
+    layout: Layout, rank: int, *, gpus: bool = True, known: Known | None = None
+) -> Script:
+    """One step of one rank, on tensors that have shapes but no values; see `Shadow`."""
     start = time.perf_counter()
     with warnings.catch_warnings():
         # FSDP2 calls functions of torch that torch itself has renamed.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         kernels = one_kernel_each() if gpus else nullcontext()
         with pretended_world(rank, layout.grid.world_size, gpus=gpus), kernels:
-            return watched_step(layout, rank, Shadow(gpus=gpus), started=start)
+            return watched_step(layout, rank, Shadow(gpus=gpus, known=known), started=start)
 
 
 def watched_step(

@@ -50,6 +50,10 @@ class _Result:
     kind: type | None
 
 
+Known = dict[Any, _Result]
+"""Results by operation and what decides its shapes."""
+
+
 class ShapesOnly(FakeTensorMode):
     """torch's tensors without values, with a cache of their shapes.
 
@@ -59,12 +63,13 @@ class ShapesOnly(FakeTensorMode):
 
     Args:
         gpus: whether they stand for tensors on GPUs.
+        known: results of operations that others found, to which its own are added.
     """
 
-    def __init__(self, *, gpus: bool) -> None:
+    def __init__(self, *, gpus: bool, known: Known) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.stands_for_gpu = gpus
-        self._known: dict[Any, _Result] = {}
+        self._known = known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply torch's rule, except for an operation that torch 2.11 mistakes for another one."""
