@@ -29,7 +29,6 @@ from fivefold.rehearse.kernels import one_kernel_each
 from fivefold.rehearse.ledger import StepHoldings, StepLedger
 from fivefold.rehearse.script import GRADIENTS, OPTIMIZER, WEIGHTS, Script
 from fivefold.rehearse.shadow import Shadow
-from fivefold.rehearse.shapes import Known
 from fivefold.rehearse.world import pretended_world
 from fivefold.train.engine import Engine
 from fivefold.train.ranks.children import leave_signals_to_parent
@@ -51,7 +50,7 @@ def rehearse_ranks(
     Raises:
         FivefoldError: one of the processes was killed.
     """
-    one = partial(rehearse_rank, layout, gpus=gpus, known={})
+    one = partial(rehearse_rank, layout, gpus=gpus)
     if processes == 1:
         return [one(rank) for rank in ranks]
     # Forked, as ranks are for training: this process has run no backward and has no threads.
@@ -70,17 +69,15 @@ def rehearse_ranks(
             raise
 
 
-def rehearse_rank(
-    layout: Layout, rank: int, *, gpus: bool = True, known: Known | None = None
-) -> Script:
-    """One step of one rank, on tensors that have shapes but no values; see `Shadow`."""
+def rehearse_rank(layout: Layout, rank: int, *, gpus: bool = True) -> Script:
+    """One step of one rank, on tensors that have shapes but no values."""
     start = time.perf_counter()
     with warnings.catch_warnings():
         # FSDP2 calls functions of torch that torch itself has renamed.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         kernels = one_kernel_each() if gpus else nullcontext()
         with pretended_world(rank, layout.grid.world_size, gpus=gpus), kernels:
-            return watched_step(layout, rank, Shadow(gpus=gpus, known=known), started=start)
+            return watched_step(layout, rank, Shadow(gpus=gpus), started=start)
 
 
 def watched_step(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,10 +51,6 @@ class _Result:
     kind: type | None
 
 
-Known = dict[Any, _Result]
-"""Results by operation and what decides its shapes."""
-
-
 class ShapesOnly(FakeTensorMode):
     """torch's tensors without values, with a cache of their shapes.
 
@@ -63,13 +60,12 @@ class ShapesOnly(FakeTensorMode):
 
     Args:
         gpus: whether they stand for tensors on GPUs.
-        known: results of operations that others found, to which its own are added.
     """
 
-    def __init__(self, *, gpus: bool, known: Known) -> None:
+    def __init__(self, *, gpus: bool) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.stands_for_gpu = gpus
-        self._known = known
+        self._known: dict[Any, _Result] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply torch's rule, except for an operation that torch 2.11 mistakes for another one."""
@@ -112,6 +108,13 @@ class ShapesOnly(FakeTensorMode):
         if part is None:
             return None
         return args[part.place] if isinstance(part.place, int) else kwargs[part.place]
+
+
+@cache
+def shapes_only(*, gpus: bool) -> ShapesOnly:
+    """The one for all ranks that a process rehearses, whose operations have mostly the same
+    shapes."""
+    return ShapesOnly(gpus=gpus)
 
 
 def _key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
