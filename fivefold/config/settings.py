@@ -184,7 +184,7 @@ class Setting:
     def beyond(self, value: Any) -> str:
         """Why a number, or one of several, is not allowed, such as "must be at least 1, not 0";
         empty if allowed."""
-        if self.within is None:
+        if self.within is None or value is None:
             return ""
         each = value if isinstance(value, tuple) else (value,)
         wrong = [one for one in each if one is not None and not self.within.holds(one)]

@@ -113,13 +113,19 @@ def test_tokens_are_multiplied_by_their_weights_as_in_transformers_to_the_bit() 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", TINY)
-@given(data=st.data())
-@settings(max_examples=16)
 def test_any_config_is_refused_by_name_or_read_as_transformers_reads_it(
-    kind: str, data: st.DataObject
+    kind: str, count: int
 ) -> None:
-    agrees(data.draw(configs(kind)))
+    """Of so many, drawn anew each time."""
+
+    @settings(max_examples=count)
+    @given(configs(kind))
+    def tried(fields: dict[str, Any]) -> None:
+        agrees(fields)
+
+    tried()
 
 
 @pytest.mark.parametrize("kind", TINY)

@@ -183,9 +183,10 @@ def test_nothing_fits_but_with_the_optimizer_on_the_host() -> None:
     assert best.memory.fits and best.memory.host > 0
     assert "of host memory" in told and f"{best.prediction.mfu:.1%} MFU" in told
     tight = replace(asked, cluster=replace(asked.cluster, host_memory_bytes=10e9))
-    assert not search(tight.but(**AWAY)).found
+    found = search(tight.but(**AWAY))
+    assert not found.found
     with pytest.raises(ConfigError, match="of host memory for each GPU"):
-        raise why_nothing(search(tight.but(**AWAY)))
+        raise why_nothing(found)
     (mistake,) = why_nothing(search(tight)).mistakes
     ways = [way for way in mistake.works if "--optimizer-offload-path" in way]
     assert ways and any(f"with {ways[0]}:" in why and "of disk" in why for why in mistake.why)

@@ -310,8 +310,8 @@ def test_two_hundred_large_layouts_take_less_than_four_seconds():
     cluster = preset("H100", 1024)
     predict(layout, cluster)
 
-    ten = usual_seconds(lambda: [predict(layout, cluster) for _ in range(10)], repeat=7)
-    assert ten < 4 / 20
+    four = usual_seconds(lambda: [predict(layout, cluster) for _ in range(4)], repeat=7)
+    assert four < 4 / 50
 
 
 def test_copies_to_the_host_hide_behind_their_layer_or_are_waited_for():

@@ -112,18 +112,28 @@ def _settings(draw: random.Random) -> Iterator[tuple[str, Any]]:
     yield "cross_entropy_loss_fusion", draw.random() < 0.7
 
 
+def shorter(layers: int, *seeds: int) -> list[Any]:
+    """Seeds with fewer layers than eight, of which a wrong plan of a block is a larger part."""
+    return [pytest.param(seed, {"num_layers": layers}, id=f"{seed}-{layers}") for seed in seeds]
+
+
+def whole(seeds: int) -> list[Any]:
+    """All seeds, with as many layers as they draw."""
+    return [pytest.param(n, {}, id=f"{n}", marks=pytest.mark.exhaustive) for n in range(seeds)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", chosen(range(100), 0, 1))
-def test_a_rank_needs_what_is_planned(seed: int) -> None:
-    _needs_what_is_planned(drawn(seed))
+@pytest.mark.parametrize(("seed", "more"), shorter(2, 0, 1) + whole(100))
+def test_a_rank_needs_what_is_planned(seed: int, more: dict[str, Any]) -> None:
+    _needs_what_is_planned(drawn(seed, **more))
 
 
 @pytest.mark.slow
 # 23: replicas divide messages by one; 56: of rows of split experts each rank has all; 88: replicas
 # make gradients once, and they leave.
-@pytest.mark.parametrize("seed", chosen(range(100), 0))
-def test_a_rank_with_experts_needs_what_is_planned(seed: int) -> None:
-    _needs_what_is_planned(drawn(seed, EXPERTS))
+@pytest.mark.parametrize(("seed", "more"), shorter(4, 0) + whole(100))
+def test_a_rank_with_experts_needs_what_is_planned(seed: int, more: dict[str, Any]) -> None:
+    _needs_what_is_planned(drawn(seed, EXPERTS, **more))
 
 
 @pytest.mark.slow
@@ -159,10 +169,12 @@ def test_a_rank_with_an_indexer_needs_what_is_planned(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("models", [DENSE, EXPERTS])
-@pytest.mark.parametrize("seed", chosen(range(30), 1))
-def test_a_rank_with_muon_needs_what_is_planned(seed: int, models: Sequence[str]) -> None:
+@pytest.mark.parametrize(("seed", "more"), shorter(2, 1) + whole(30))
+def test_a_rank_with_muon_needs_what_is_planned(
+    seed: int, more: dict[str, Any], models: Sequence[str]
+) -> None:
     """Of dense models in rows so short that the update may need most."""
-    muon = {"optimizer": "muon", "muon_nesterov": seed % 2 == 0}
+    muon = {"optimizer": "muon", "muon_nesterov": seed % 2 == 0} | more
     muon |= {"seq_length": 256} if models == DENSE else {}
     _needs_what_is_planned(drawn(seed, models, **muon))
 

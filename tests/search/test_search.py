@@ -56,7 +56,7 @@ def result_of(line: str) -> SearchResult:
 
 SMALL = "llama3-8b --cluster H100 --gpus 16 --gbs 64 --seq-length 4096"
 TIGHT = "llama3-70b --cluster H100 --gpus 32 --gbs 64 --seq-length 4096 --mbs 1 --cp 1"
-EXPERTS = "mixtral-8x7b --cluster H100 --gpus 16 --gbs 32 --seq-length 4096 --cp 1"
+EXPERTS = "mixtral-8x7b --cluster H100 --gpus 16 --gbs 32 --seq-length 4096 --mbs 1 --cp 1"
 WIDE = (
     "llama3-70b --cluster H100 --gpus 64 --gbs 128 --seq-length 4096",
     "mixtral-8x7b --cluster H100 --gpus 32 --gbs 64 --seq-length 4096",
@@ -277,7 +277,7 @@ def test_why_fixes_what_it_names() -> None:
 
 @pytest.mark.slow
 def test_what_fits_nowhere_is_explained() -> None:
-    result = search(asked("llama3-70b --gpus 8 --gbs 8 --pipeline-schedule 1f1b"))
+    result = search(asked("llama3-70b --gpus 8 --gbs 8 --mbs 1 --pipeline-schedule 1f1b"))
     assert not result.found
     message = str(why_nothing(result))
     assert "more than the device has" in message and "optimizer" in message

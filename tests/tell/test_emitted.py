@@ -14,6 +14,7 @@ from fivefold.train.engine import Engine
 from tests.audit.layouts import microbatches_of
 from tests.pool import run
 
+PLAN = ["plan", "debug-mixtral", "--cluster", "H100", "--gpus", "4", "--mbs", "1"]
 CAPACITY = ["--moe-expert-capacity-factor", "1.5", "--moe-pad-expert-input-to-capacity"]
 SPLIT = ["--expert-tensor-parallel-size", "2", "--tensor-model-parallel-size", "2"]
 
@@ -26,8 +27,7 @@ def _steps(rank: int, world: int, layout: Layout) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], CAPACITY, SPLIT], ids=["free", "capacity", "etp"])
 def test_it_trains(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["debug-mixtral", "--cluster", "H100", "--gpus", "4", "--emit", "fivefold"]
-    assert main(["plan", *asked, *flags]) == 0
+    assert main([*PLAN, "--emit", "fivefold", *flags]) == 0
     emitted = tmp_path / "emitted.toml"
     emitted.write_text(capsys.readouterr().out)
     config = read_config(str(emitted))
@@ -44,6 +44,6 @@ def test_it_trains(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 def test_the_report_says_why_these_degrees(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "debug-mixtral", "--cluster", "H100", "--gpus", "4", "--pp", "1"]) == 0
+    assert main([*PLAN, "--pp", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"experts ep \d, etp \d, tp \d; the best with another: ep \d ", said)

@@ -1,5 +1,7 @@
 """Validation of a model's architecture on its own."""
 
+from functools import lru_cache
+
 from fivefold.config.by_layer import IN_BF16, OF_WINDOWS
 from fivefold.config.config import SECTION_SETTINGS, SETTINGS
 from fivefold.config.divisors import divisors, nearest
@@ -17,6 +19,19 @@ from fivefold.errors import Mistakes, did_you_mean
 
 def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     """Report everything that is wrong with the architecture on its own."""
+    if not _is_sound(model):
+        _check_model(model, mistakes)
+
+
+@lru_cache(maxsize=64)
+def _is_sound(model: ModelConfig) -> bool:
+    """Whether nothing is wrong: a search checks layout after layout of the same model."""
+    mistakes = Mistakes()
+    _check_model(model, mistakes)
+    return not mistakes.found
+
+
+def _check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     out_of_range = check_ranges("model", model, mistakes)
     too_large = False
     for setting in SECTION_SETTINGS["model"]:
