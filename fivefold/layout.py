@@ -154,10 +154,13 @@ class Layout:
         Raises:
             ConfigError: the schedule cannot take that many microbatches.
         """
-        program = self._computes(num_microbatches, forward_only=forward_only, eager=eager)
         gathered = self.config.parallel.pipeline_max_unsharded_stages
-        return with_sharding_actions(
-            lower(program, costs),
+        return _lowered(
+            self.order(num_microbatches),
+            pairs=self.overlaps_pairs,
+            eager=self.sends_dx_first if eager is None else eager,
+            forward_only=forward_only,
+            costs=costs,
             unshard=gathered is not None or self.alternates_within_stages,
             max_unsharded=gathered,
         )
@@ -168,19 +171,10 @@ class Layout:
         acts = (a for row in self._computes(num_microbatches).ranks for a in row) if limited else ()
         return Counter(act.stage for act in acts if act.kind is Kind.R and act.slice == 0)
 
-    def _computes(
-        self,
-        num_microbatches: int | None,
-        *,
-        forward_only: bool = False,
-        eager: bool | None = None,
-    ) -> Program:
-        """The compute actions of `program`, before messages are added."""
-        return self.order(num_microbatches).executed(
-            pairs=self.overlaps_pairs,
-            eager=self.sends_dx_first if eager is None else eager,
-            forward_only=forward_only,
-        )
+    def _computes(self, num_microbatches: int | None) -> Program:
+        """The compute actions of a training step, before messages are added."""
+        order = self.order(num_microbatches)
+        return order.executed(pairs=self.overlaps_pairs, eager=self.sends_dx_first)
 
     @property
     def hidden_shape(self) -> tuple[int, int]:
@@ -227,3 +221,21 @@ def _defers(order: Order) -> bool:
     """Whether some dX of a schedule is computed before its dW. Planning asks it of the same few
     schedules thousands of times, and their programs are long."""
     return any(act.kind is Kind.B for row in order.program().ranks for act in row)
+
+
+@lru_cache(maxsize=2)
+def _lowered(
+    order: Order,
+    *,
+    pairs: bool,
+    eager: bool,
+    forward_only: bool,
+    costs: Costs | None,
+    unshard: bool,
+    max_unsharded: int | None,
+) -> Program:
+    """The program that ranks run. It is one for all ranks, of which a rehearsal runs many."""
+    program = order.executed(pairs=pairs, eager=eager, forward_only=forward_only)
+    return with_sharding_actions(
+        lower(program, costs), unshard=unshard, max_unsharded=max_unsharded
+    )

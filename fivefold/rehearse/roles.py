@@ -1,6 +1,7 @@
 """Chooses the ranks of a job that are rehearsed, and their step; torch-free."""
 
 from dataclasses import replace
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +80,9 @@ def enough_to_hold_all(layout: Layout) -> int:
     splits = layout.sends_dx_first
     whole = list(map(_by_action, moments(layout, splits_backward=splits)))
     most = layout.enough_microbatches
-    for count in range(1, most):
+    # As many are in flight at once in the full step, and each is counted once for a stage.
+    least = max(float(rows.max()) for held in whole for rows in held.values())
+    for count in range(max(ceil(least - 1e-9), 1), most):
         try:
             found = moments(layout, splits_backward=splits, num_microbatches=count)
         except ConfigError:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from fivefold.audit.calls import Call, call_of
 from fivefold.audit.watch import Watch, replaced, tensors_in
-from fivefold.rehearse.shapes import ShapesOnly
+from fivefold.rehearse.shapes import shapes_only
 
 ATEN = torch.ops.aten
 _INFERRED = ("aten::arange", "aten::full", "aten::scalar_tensor")
@@ -37,7 +37,7 @@ class Shadow(Watch):
 
     def __init__(self, *, gpus: bool) -> None:
         super().__init__()
-        self._shapes = ShapesOnly(gpus=gpus)
+        self._shapes = shapes_only(gpus=gpus)
         self._stand_ins: dict[tuple[Any, ...], Tensor] = {}
         self._work = _finished_work() if gpus else _work_to_be_waited_for()
         # Integers of messages by group and number of elements: what was sent last, and buffers

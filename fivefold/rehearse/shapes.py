@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,6 +108,13 @@ class ShapesOnly(FakeTensorMode):
         if part is None:
             return None
         return args[part.place] if isinstance(part.place, int) else kwargs[part.place]
+
+
+@cache
+def shapes_only(*, gpus: bool) -> ShapesOnly:
+    """The one for all ranks that a process rehearses, whose operations have mostly the same
+    shapes."""
+    return ShapesOnly(gpus=gpus)
 
 
 def _key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
