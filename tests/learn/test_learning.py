@@ -31,7 +31,7 @@ from fivefold.predict.cluster_file import load_cluster, to_toml
 MESHES = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (1, 4), (2, 4), (4, 2), (1, 8))
 
 
-def layouts(model: str, ranks: int, batches: Sequence[int] = (16, 32)) -> list[Layout]:
+def layouts(model: str, ranks: int, batches: Sequence[int] = (16, 64)) -> list[Layout]:
     found = []
     for tp, pp in MESHES:
         for batch in batches:
@@ -39,7 +39,6 @@ def layouts(model: str, ranks: int, batches: Sequence[int] = (16, 32)) -> list[L
                 tensor_model_parallel_size=tp,
                 pipeline_model_parallel_size=pp,
                 sequence_parallel=tp > 1,
-                num_layers=8,
                 seq_length=2048,
                 global_batch_size=batch,
                 data_parallel_sharding_strategy="optim",
@@ -146,7 +145,7 @@ def test_a_plan_from_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     run, learned_file = tmp_path / "run", tmp_path / "learned.toml"
     words = ["train", "debug", "--nproc", "2", "--train-iters", "4", "--save", str(run)]
     (tmp_path / "text.txt").write_text("\n".join(f"the number {n} of many" for n in range(3000)))
-    words += ["--num-layers", "2", "--data-path", str(tmp_path / "text.txt")]
+    words += ["--data-path", str(tmp_path / "text.txt")]
     assert main([*words, "--data-cache-path", str(tmp_path / "cache")]) == 0
     machine = tmp_path / "machine.toml"
     machine.write_text(

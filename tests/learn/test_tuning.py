@@ -32,7 +32,6 @@ def space() -> list[Layout]:
                     tensor_model_parallel_size=tp,
                     pipeline_model_parallel_size=pp,
                     sequence_parallel=tp > 1,
-                    num_layers=8,
                     seq_length=2048,
                     global_batch_size=32,
                     micro_batch_size=micro,
