@@ -4,7 +4,7 @@ It shares nothing with the parallel code but the model's arithmetic and its init
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -123,8 +123,10 @@ class _PlainRun:
         named = self._master.named_parameters()
         self._weights = {name: p for name, p in named if p.requires_grad}
         self._update = PlainUpdate(self._weights, config, dtype)
-        self._model = plain_model(config, dtype)
-        self._model.load_state_dict(self._master.state_dict())
+        self._model = self._master
+        if dtype.itemsize == 2 or config.parallel.zero_quantized_weights:  # rounds the weights
+            self._model = plain_model(config, dtype)
+            self._model.load_state_dict(self._master.state_dict())
         self._scaling = delayed_scaling(self._model, config)
         round_gathered(self._model, config)
         self._watch = LogitWatch(self._model, config)
@@ -193,7 +195,8 @@ class _PlainRun:
         for mixture in self._master.mixtures:
             counts = (routing[n] for n in self._model.model.layers_like(mixture.router.layer))
             mixture.router.update_bias(torch.stack([*chain(*counts)]).sum(0))
-        self._model.load_state_dict(self._master.state_dict())
+        if self._model is not self._master:
+            self._model.load_state_dict(self._master.state_dict())
         round_gathered(self._model, self._config)
         self._scaling.agree(None)
         self._scaling.update()
@@ -243,7 +246,8 @@ def gradients(
             others, too; None: all.
         scale: factor of the objective while gradients are made, which are then divided by it.
     """
-    model.zero_grad()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    _forget(trained)
     for module in with_own_losses(model):
         module.begin_step(module.global_batch_size)
         module.loss_scale = torch.tensor(scale)
@@ -253,8 +257,7 @@ def gradients(
         name: torch.zeros_like(
             p, dtype=p.dtype if narrow else torch.promote_types(p.dtype, torch.float32)
         )
-        for name, p in model.named_parameters()
-        if p.requires_grad
+        for name, p in trained.items()
     }
     losses = []
     for number, batch in in_order(model, batches):
@@ -268,11 +271,16 @@ def gradients(
             continue
         (scale * model.objective(loss / count)).backward()
         losses.append(loss.detach().double().reshape(-1))
-        for name, parameter in model.named_parameters():
+        for name, parameter in trained.items():
             if parameter.grad is not None:
                 total[name] += parameter.grad
-        model.zero_grad()
+        _forget(trained)
     return torch.stack(losses), {name: grad / scale for name, grad in total.items()}
+
+
+def _forget(trained: Mapping[str, Tensor]) -> None:
+    for parameter in trained.values():
+        parameter.grad = None
 
 
 def valid_tokens(batch: Microbatch) -> int:

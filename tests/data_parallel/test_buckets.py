@@ -198,8 +198,22 @@ HELD = {
 ARRIVALS = [*product(MODELS, HELD)]
 
 
-# Every second family or so, each way with some: most have their layers of others.
-@pytest.mark.parametrize("case", chosen(ARRIVALS, *ARRIVALS[7 :: 2 * len(HELD) + 1]), ids=str)
+# Each kind of layer, each way with some: most families have their layers of others.
+IN_THE_GATE = (
+    ("hybrid, experts", "split"),
+    ("delta, experts", "split"),
+    ("kimi, experts", "split, no fusion"),
+    ("convolving tied", "whole"),
+    ("whole", "split, no fusion"),
+    ("oss", "split, no fusion"),
+    ("bare, LayerNorm, tied", "split"),
+    ("sparse", "whole"),
+    ("gpt, positions from the third row", "split"),
+    ("llama tied", "whole"),
+)
+
+
+@pytest.mark.parametrize("case", chosen(ARRIVALS, *IN_THE_GATE), ids=str)
 def test_each_gradient_comes_once_before_its_message_leaves(case: tuple[str, str]) -> None:
     family, how = case
     world, settings = HELD[how]

@@ -113,6 +113,8 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> lis
 
 BLOCKS = cut(((0, 300),), ((0, 300),), Sight((0, 100, 300), 90), tile=150)
 """Of every kind."""
+SMALL = cut(((0, 100),), ((0, 100),), Sight((0, 30, 100), 25), tile=50)
+"""Of every kind, and of several tiles of a kernel."""
 
 
 def compare(
@@ -167,8 +169,8 @@ def test_the_backward_of_a_kernel_that_autograd_differentiates(shared: int) -> N
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_equals_the_plain_kernel(dtype: torch.dtype, tolerance: float) -> None:
     """Not compiled; on CPUs it has no backward."""
-    q, k, v = tensors((2, 8, 300, 6), *[(2, 2, 300, 6)] * 2, dtype=dtype)
-    for block in BLOCKS:
+    q, k, v = tensors((2, 4, 100, 6), *[(2, 2, 100, 6)] * 2, dtype=dtype)
+    for block in SMALL:
         inputs = [x[:, :, slice(*at)] for x, at in ((q, block.q), (k, block.k), (v, block.k))]
         for scale in (None, 0.7):
             found = Flex(scale, compiled=False)(*inputs, block)
@@ -207,10 +209,6 @@ def dropping(device: str, rows: int = 2, fused: bool = True) -> PairDropout:
     return PairDropout(made.heads(0.3, "site", 2, 11), ids, ids)
 
 
-SMALL = cut(((0, 100),), ((0, 100),), Sight((0, 30, 100), 25), tile=50)
-"""Of every kind, and of several tiles of a kernel."""
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "shared", "features", "values"),
@@ -239,9 +237,10 @@ def test_the_kernel_that_drops_equals_the_plain_one(
     values: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    where, heads = run_kernels(device, monkeypatch, cuda_kernels), 4 // shared
-    shapes = (2, 4, 100, features), (2, heads, 100, features), (2, heads, 100, values)
-    inputs = [x.to(where, dtype) for x in tensors(*shapes, (2, 4, 100, values))]
+    where, heads = run_kernels(device, monkeypatch, cuda_kernels), max(2, shared)
+    keys = heads // shared
+    shapes = (2, heads, 100, features), (2, keys, 100, features), (2, keys, 100, values)
+    inputs = [x.to(where, dtype) for x in tensors(*shapes, (2, heads, 100, values))]
     drop = dropping(where)
     kernel = choose_kernel(inputs[0], inputs[2], drop)
     assert isinstance(kernel, OwnOnCuda)
@@ -268,7 +267,7 @@ def test_the_kernel_that_caps_equals_the_plain_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     where, scores = run_kernels(device, monkeypatch, cuda_kernels), Scores(0.7, 1.3)
-    shapes = (2, 4, 60, 6), (2, 2, 60, 6), (2, 2, 60, 8), (2, 4, 60, 8)
+    shapes = (2, 2, 60, 6), (2, 1, 60, 6), (2, 1, 60, 8), (2, 2, 60, 8)
     inputs = [x.to(where, dtype) for x in tensors(*shapes)]
     drop = dropping(where) if dropped else None
     kernel = choose_kernel(inputs[0], inputs[2], drop, scores)
@@ -293,7 +292,7 @@ def test_one_call_attends_drops_and_caps(
 ) -> None:
     packed, window, sinks = case
     where = run_kernels(device, monkeypatch, cuda_kernels)
-    shapes = (2, 40, 4, 6), (2, 40, 2, 6), (2, 40, 2, 8), (4,), (2, 40, 4, 8)
+    shapes = (2, 40, 2, 6), (2, 40, 1, 6), (2, 40, 1, 8), (2,), (2, 40, 2, 8)
     *inputs, grad = (x.to(where).requires_grad_() for x in tensors(*shapes))
     documents = Documents((0, 27, 28, 40, 79, 80), 2, grad.device) if packed else None
     scores = Scores(0.7 if packed else None, 0.9 if window or sinks else None)

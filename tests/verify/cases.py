@@ -22,6 +22,7 @@ from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.sharding import SHARDING
 from fivefold.data_parallel.policy import DTYPES
+from fivefold.layout import Layout
 from fivefold.verify.compare import compare
 from fivefold.verify.reference import load_trace, run_reference, save_trace
 from fivefold.verify.report import VerifyReport
@@ -476,7 +477,7 @@ def verify_in_pool(
     if prepared.training.in_16_bits:
         baseline = _trace(bare, DTYPES[prepared.training.precision])
     fn = on_rank or compare_on_rank
-    return run(world_size, fn, prepared, _trace(bare, torch.float64), baseline, plant)[0]
+    return run(world_size, fn, layout, _trace(bare, torch.float64), baseline, plant)[0]
 
 
 @cache
@@ -497,7 +498,7 @@ def _folder() -> TemporaryDirectory[str]:
 def compare_on_rank(
     rank: int,
     world_size: int,
-    settings: Config,
+    layout: Layout,
     trace: Path,
     baseline: Path | None,
     plant: str | None,
@@ -505,7 +506,7 @@ def compare_on_rank(
     with shared_groups(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*returned a view tensor")
         return compare(
-            check(settings, world_size),
+            layout,
             rank,
             torch.device("cpu"),
             _loaded(trace),

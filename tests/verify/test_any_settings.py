@@ -32,7 +32,7 @@ def test_what_goes_together_is_exact(seed: int) -> None:
     assert report.passed, f"{shown}\n{report.text()}"
 
 
-@pytest.mark.parametrize("seed", chosen(SEEDS, 0))
+@pytest.mark.parametrize("seed", chosen(SEEDS, 7))
 def test_what_goes_together_is_rehearsed(seed: int) -> None:
     """Ranks agree with each other, and what they send with theory."""
     random = Random(seed)

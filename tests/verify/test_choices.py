@@ -9,9 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fivefold.check import check
-from fivefold.config.config import Config
 from fivefold.config.sources import read_config
+from fivefold.layout import Layout
 from fivefold.model.attention import sparse
 from fivefold.train.engine import Engine
 from fivefold.verify import compare
@@ -66,9 +65,7 @@ def test_tokens_that_were_chosen_are_found_again_in_every_layout(name: str) -> N
     assert found.passed, found.text()
 
 
-def _following(
-    rank: int, world: int, settings: Config, trace: Path, *_: Any
-) -> VerifyReport | None:
+def _following(rank: int, world: int, layout: Layout, trace: Path, *_: Any) -> VerifyReport | None:
     """Compare in fp64 what indexers that never look at their scores compute."""
     steps, gradients = load_trace(trace), compare._gradients
 
@@ -84,4 +81,4 @@ def _following(
         patch.object(compare, "_gradients", followed),
         patch.object(sparse, "best", by_scores),
     ):
-        return compare.compare(check(settings, world), rank, torch.device("cpu"), steps)
+        return compare.compare(layout, rank, torch.device("cpu"), steps)

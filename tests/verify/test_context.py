@@ -40,7 +40,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         4,
         "llama",
         context(4, "a2a+p2p")
-        | {"num_layers": 4, "cp_comm_type": ("p2p", "a2a", "a2a+p2p", "all_gather")},
+        | {"num_layers": 4, "cp_comm_type": ("p2p", "a2a", "a2a+p2p", "all_gather")}
+        | WINDOW,
     ),
     "heads that nothing divides": (
         4,
@@ -116,7 +117,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     chosen(
         CASES,
         "a2a, more ranks than key/value heads",
-        "windows in documents",
         "one kind for each layer",
         "heads that nothing divides",
     ),

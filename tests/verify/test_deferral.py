@@ -73,11 +73,13 @@ def test_deferred_weights(case: str) -> None:
 
 
 @pytest.mark.slow
-def test_deferred_weights_of_a_linear_loss_under_hsdp() -> None:
+@pytest.mark.parametrize("replicas", chosen((1, 2), 1))
+def test_deferred_weights_of_a_linear_loss(replicas: int) -> None:
     """Its norm and head leave nothing for later, and are reduced all the same."""
-    layout = _schedule("zb_h1", pp=2, stages="Et|ttL", strategy="optim_grads", replicas=2)
+    ranks = 4 * replicas
+    layout = _schedule("zb_h1", pp=2, stages="Et|ttL", strategy="optim_grads", replicas=replicas)
     linear = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
-    report = verify_in_pool(8, config(MODELS["llama"], **layout | linear))
+    report = verify_in_pool(ranks, config(MODELS["llama"], ranks, **layout | linear))
     assert report.passed, report.text()
 
 

@@ -440,6 +440,7 @@ def test_predictions_of_stages_that_run_again() -> None:
         strategy="optim_grads_params",
         moe_router_load_balancing_type=("global_aux_loss",),
         moe_aux_loss_coeff=(0.3,),
+        global_batch_size=4,
     )
     model = replace(MIXTURE, **PREDICTING | {"num_layers": 3, "moe_layer_freq": "[0,1,1]"})
     report = verify_in_pool(4, config(model, 4, **values))

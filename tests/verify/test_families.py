@@ -75,9 +75,7 @@ CASES: dict[str, Case] = {
     chosen(
         CASES,
         "sinks, hierarchical",
-        "sinks, moved",
         "gpt-oss, experts split, ring",
-        "neox, tensor parallel",
         "neox, deferred weights, ZeRO-2",
     ),
 )

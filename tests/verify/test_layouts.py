@@ -272,10 +272,8 @@ def test_one_layout_of_each_kind(world: int, case: dict[str, Any], model: str) -
     "corner",
     chosen(
         CORNERS,
-        "more stages than microbatches",
         "one microbatch",
         "one microbatch, gradients reduced in its hooks",
-        "both ends of a tied model on one rank",
         "a rank with nothing in all its stages",
         "an embedding alone, sharded and tensor parallel",
         "virtual stages on one rank",

@@ -296,10 +296,8 @@ WHOLE_ROWS += [case for case in PREDICTING if "experts" in case]
     chosen(
         CASES,
         "fewer microbatches than stages",
-        "moved",
         "adapters with magnitudes, exchanged heads",
         "kimi, tensor and context parallel, ZeRO-3",
-        "hybrid, deferred weights, uneven stages",
         "hybrid, experts on ranks, ring, recomputed",
         "further tokens with the same weights, deferred weights, ZeRO-2",
         "convolutions, moved, ring",
@@ -316,7 +314,6 @@ def test_layouts(case: str) -> None:
         WHOLE_ROWS,
         "ring, whole layers recomputed",
         "moved",
-        "hybrid, whole layers recomputed",
         "further tokens by the same experts, ZeRO-1",
     ),
 )

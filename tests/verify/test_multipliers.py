@@ -4,13 +4,14 @@ import pytest
 
 from fivefold.check import check
 from fivefold.errors import ConfigError
-from tests.verify.cases import LLAMA, MULTIPLIERS, chosen, config
+from tests.verify.cases import LLAMA, MULTIPLIERS, config
 from tests.verify.test_layouts import passes
 from tests.verify.test_norms import LAYOUTS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", chosen(LAYOUTS, "fewer KV heads than ranks"))
+# Of the matrix's rows, those of "gpt untied" have all of these factors.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_scale_as_one_device_does(name: str) -> None:
     world, model, settings = LAYOUTS[name]
     z_loss = {"z_loss_coeff": 0.1, "cross_entropy_loss_fusion": True}

@@ -34,8 +34,8 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "context": (4, "llama", named(cp=2, strategy="optim")),
     "adapters, all of them matrices": (2, "llama", {"lora_rank": 2}),
 }
+# Latent attention's parts are in test_qk_clip.py.
 IN_THE_GATE = (
-    "latent, tensor parallel, ZeRO-3",
     "stages, ZeRO-1, gathered beside the update",
     "adapters, all of them matrices",
 )

@@ -149,9 +149,10 @@ def _crossed(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None
         patch.object(DeferredWeights, "run_early", runs),
     ):
         report = compare_on_rank(rank, world_size, *arguments)
-    pairs = arguments[0].parallel.overlap_moe_expert_parallel_comm
+    parallel = arguments[0].config.parallel
+    pairs = parallel.overlap_moe_expert_parallel_comm
     assert any(crossed) == pairs and not any(under_way.values())
-    assert any(early) == arguments[0].parallel.delay_wgrad_compute
+    assert any(early) == parallel.delay_wgrad_compute
     return report
 
 

@@ -22,7 +22,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "latent, parts of heads in shards": (
         4,
         "latent",
-        flags(tp=2, dp=2, sequence=True, strategy="optim_grads_params"),
+        flags(tp=2, dp=2, sequence=True, strategy="optim_grads_params") | {"optimizer": "muon"},
     ),
     "more shards than rows": (8, "latent", flags(dp=8, strategy="optim_grads")),
     "stages, gathered beside the update": (

@@ -13,6 +13,7 @@ import torch
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError
+from fivefold.layout import Layout
 from fivefold.mesh import collectives, shared_gpu
 from fivefold.verify.compare import compare
 from fivefold.verify.reference import load_trace
@@ -43,7 +44,7 @@ CASES: dict[str, tuple[int, Config]] = {
 
 
 def _on_rank(
-    rank: int, world: int, settings: Config, trace: Path, _: Path | None, plant: str | None
+    rank: int, world: int, layout: Layout, trace: Path, _: Path | None, plant: str | None
 ) -> VerifyReport | None:
     relay = cpu_relay()
     with ExitStack() as stack:
@@ -53,7 +54,7 @@ def _on_rank(
         if plant == "forget":
             at_once = shared_gpu._work(lambda timeout: True)
             stack.enter_context(patch.object(shared_gpu, "_work", lambda wait: at_once))
-        return compare(check(settings, world), rank, torch.device("cpu"), load_trace(trace))
+        return compare(layout, rank, torch.device("cpu"), load_trace(trace))
 
 
 def test_what_needs_streams_is_refused_without() -> None:

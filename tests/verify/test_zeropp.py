@@ -77,6 +77,15 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "llama tied",
         flags(tp=1, dp=8, strategy=ZERO3, replicas=2) | EVERY,
     ),
+    "all, experts split": (4, "mixture", named(ep=2, strategy=ZERO3) | EVERY),
+    "hpZ, stages of one rank kept gathered": (
+        4,
+        "llama tied",
+        flags(dp=4, stages="E|t|t|tL", strategy=ZERO3)
+        | HPZ
+        | {"pipeline_schedule": "interleaved_zb", "pipeline_max_unsharded_stages": 1}
+        | {"micro_batch_size": 1},
+    ),
     "all, tied over pp": (8, "gpt", flags(pp=2, dp=4, strategy=ZERO3) | EVERY),
     "all, tp, experts split": (8, "mixture", named(tp=2, ep=2, strategy=ZERO3) | EVERY),
 }
@@ -87,8 +96,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "case",
     chosen(
         CASES,
-        "hpZ, stages kept gathered",
-        "all, tp, experts split",
+        "hpZ, stages of one rank kept gathered",
+        "all, experts split",
     ),
 )
 def test_layouts_compute_what_one_device_computes(case: str) -> None:
