@@ -58,7 +58,8 @@ def test_without_a_backward_nothing_is_told_of_layers() -> None:
 
 
 def test_a_report_tells_what_the_planner_takes_and_what_was_counted(tmp_path: Path) -> None:
-    config = read_config("debug", tensor_model_parallel_size=2, sequence_parallel=True)
+    settings = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    config = read_config("debug", **settings, num_layers=2, global_batch_size=4)
     layout = check(config, 2)
     records = records_of(layout, 1, tmp_path)
     report = audit("", layout, records, None, None, layer_operations(layout))

@@ -274,6 +274,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {CP: 4, KIND: ("p2p", "a2a", "a2a+p2p", "all_gather"), SIZES: (2, 2)},
     ),
     "cp with a window": (4, {CP: 4, "window_size": 3}),
+    "cp with a window, a kind for each layer": (
+        4,
+        {CP: 4, KIND: ("p2p", "a2a", "a2a+p2p", "all_gather"), SIZES: (2, 2), "window_size": 3},
+    ),
     "cp by all-gather with a window": (4, {CP: 4, KIND: ("all_gather",), "window_size": 1}),
     "cp in a hierarchy with a window": (
         8,
@@ -320,9 +324,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         "MTP, pp, copies of the embedding",
         "stages kept gathered",
         "tp + sp, pairs of layers recomputed in tiles",
-        "cp by Ulysses over more ranks than key/value heads",
-        "cp, a kind for each layer",
-        "cp with a window",
+        "cp with a window, a kind for each layer",
         "qgZ",
         "all of ZeRO++, tied over pp",
     ),

@@ -95,7 +95,7 @@ def _elsewhere(
     return other.config if same == of else None
 
 
-@pytest.mark.parametrize("seed", chosen(SEEDS, 19))
+@pytest.mark.parametrize("seed", chosen(SEEDS, 32))
 def test_what_goes_together_goes_on(seed: int, tmp_path: Path) -> None:
     random = Random(seed)
     name, ranks = random.choice(sorted(ALL)), random.choice((1, 2, 2, 4, 4))

@@ -51,7 +51,7 @@ def damaged(content, count, seed=1):
         yield bytes(data)
 
 
-@pytest.fixture(params=[500, pytest.param(3000, marks=pytest.mark.exhaustive)])
+@pytest.fixture(params=[150, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def count(request):
     """How many damages."""
     return request.param

@@ -35,7 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(base: Path, run: Path, *words: str, steps: int = 4) -> int:
+def train(base: Path, run: Path, *words: str, steps: int = 2) -> int:
     fixed = f"train debug --model {base} {COMMON} --train-iters {steps} --save {run}"
     return main([*fixed.split(), *" ".join(words).split()])
 
@@ -49,10 +49,10 @@ def test_a_run_from_a_folder_goes_on_in_another_layout(base: Path, tmp_path: Pat
     start = f"--load {base} --lora-rank 3 --use-dora"
     assert train(base, tmp_path / "plain", f"--load {base}", steps=1) == 0
     assert train(base, tmp_path / "one", start, SPLIT) == 0
-    assert train(base, tmp_path / "two", start, SHARDED, steps=2) == 0
+    assert train(base, tmp_path / "two", start, SHARDED, steps=1) == 0
     assert train(base, tmp_path / "two", start, SPLIT) == 0
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-12)
-    assert len(set(losses(tmp_path / "one"))) == 4
+    assert len(set(losses(tmp_path / "one"))) == 2
     assert losses(tmp_path / "one")[0] == pytest.approx(losses(tmp_path / "plain")[0], rel=1e-12)
 
 
@@ -127,15 +127,15 @@ def test_an_adapter_of_peft_goes_on_from_its_folder(
     settings = "--lora-rank 3 --lora-alpha 6 --lora-target-modules q_proj up_proj --use-dora"
     assert train(base, tmp_path / "two", f"--load {tmp_path}/run", settings, SHARDED) == 0
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-12)
-    assert train(base, tmp_path / "plain", f"--load {base}", settings) == 0
+    assert train(base, tmp_path / "plain", f"--load {base}", settings, steps=1) == 0
     assert losses(tmp_path / "one")[0] != losses(tmp_path / "plain")[0]
     assert train(base, tmp_path / "three", start, "--lora-alpha 7") != 0
     assert "lora_alpha: is 7.0, there 6" in (said := capfd.readouterr().err)
     assert "works: --lora-alpha 6" in said
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_dropout": 0.1}))
-    assert train(base, tmp_path / "three", start, "--lora-dropout 0", steps=2) == 0
-    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one")[:2], rel=1e-12)
-    assert train(base, tmp_path / "four", start, SPLIT, steps=2) == 0
+    assert train(base, tmp_path / "three", start, "--lora-dropout 0", steps=1) == 0
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one")[:1], rel=1e-12)
+    assert train(base, tmp_path / "four", start, SPLIT, steps=1) == 0
     assert abs(losses(tmp_path / "four")[0] - losses(tmp_path / "one")[0]) > 1e-6
     assert "lora_dropout = 0.1" in (tmp_path / "four" / "config.toml").read_text()

@@ -9,7 +9,7 @@ import pytest
 from tests.train.test_local import ranks, start
 from tests.train.test_run import command, losses
 
-LONG = ("--data-parallel-sharding-strategy", "optim_grads_params", "--train-iters", "12")
+LONG = ("--data-parallel-sharding-strategy", "optim_grads_params", "--train-iters", "8")
 AWAY = ("--optimizer-cpu-offload", "--param-cpu-offload", "--recompute-granularity", "full")
 
 

@@ -93,7 +93,7 @@ def check(case: Case, outcome: dict) -> None:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
-    lines = [f"def function_{n}(x):\n    return x + {n}\n" for n in range(2000)]
+    lines = [f"def function_{n}(x):\n    return x + {n}\n" for n in range(300)]
     (folder / "part.txt").write_text("\n".join(lines))
     return folder
 

@@ -22,7 +22,9 @@ from tests.programs import Program, run
 COMMANDS = ("to hub", "from hub", "data", "report")
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.truncate")
 STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
-POINTS = {signal.SIGTERM: 2, signal.SIGINT: 1, signal.SIGKILL: 2}  # of each command
+CODES = (errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS)
+# Changes of each command at which a signal comes, and errors of the system that it meets.
+of_each = pytest.mark.parametrize("of_each", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
 
 
 def interrupted(words: list[str], folder: str, number: int, signum: int, code: int = 0) -> None:
@@ -90,13 +92,18 @@ def changes(
 
 
 @pytest.mark.slow
+@of_each
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_error_of_the_system_at_any_change_is_one_message(
-    command: str, commands: dict[str, Words], changes: Callable[[str], int], tmp_path: Path
+    command: str,
+    of_each: int,
+    commands: dict[str, Words],
+    changes: Callable[[str], int],
+    tmp_path: Path,
 ) -> None:
     words, draw = commands[command], random.Random(command)
     made = changes(command)
-    for code in (errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS):
+    for code in draw.sample(CODES, of_each):
         at, number = tmp_path / str(code), draw.randint(1, made)
         at.mkdir()
         process = Program(interrupted, words(at), str(at), number, 0, code)
@@ -108,14 +115,19 @@ def test_an_error_of_the_system_at_any_change_is_one_message(
 
 
 @pytest.mark.slow
+@of_each
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_signal_at_any_change_leaves_nothing_half_made(
-    command: str, commands: dict[str, Words], changes: Callable[[str], int], tmp_path: Path
+    command: str,
+    of_each: int,
+    commands: dict[str, Words],
+    changes: Callable[[str], int],
+    tmp_path: Path,
 ) -> None:
     words, draw = commands[command], random.Random(command)
     made = changes(command)
     for signum, status in STATUS.items():
-        for number in draw.sample(range(1, made + 1), min(made, POINTS[signum])):
+        for number in draw.sample(range(1, made + 1), min(made, of_each)):
             at = tmp_path / f"{signum}-{number}"
             at.mkdir()
             process = Program(interrupted, words(at), str(at), number, signum)

@@ -64,7 +64,8 @@ def test_a_run_that_goes_on_cannot_go_back(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     steps = ["--train-iters", "9", "--save-interval", "3", "--keep-latest-k", "none", "--mock-data"]
-    again = ["train", "debug", *steps]
+    small = ["--num-layers", "1", "--global-batch-size", "2", "--seq-length", "16"]
+    again = ["train", "debug", *steps, *small]
     (tmp_path / "link").symlink_to("run")
     assert main([*again, "--save", "run", "--train-iters", "6"]) == 0
     before = sorted((tmp_path / "run").rglob("*"))

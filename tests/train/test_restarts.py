@@ -51,7 +51,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     cache: Path, finished: Path, tmp_path: Path, launcher: str
 ) -> None:
     run = tmp_path / "run"
-    words = command(cache, run, "--save-interval", "1", "--train-iters", "20")
+    words = command(cache, run, "--save-interval", "1", "--train-iters", "10")
     words += ["--lr-decay-iters", "6"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     if launcher == "nproc":

@@ -1,6 +1,7 @@
 """Files of a run folder that were emptied, cut, flipped or rewritten: an answer, or one message.
 
-Every file is mutated thousands of times, as bytes and as values; FIVEFOLD_MUTATIONS says how often.
+Each reader sees a hundred mutations of its file, as bytes and as values, and a thousand under
+`-m exhaustive`; FIVEFOLD_MUTATIONS says how many.
 """
 
 import contextlib
@@ -109,28 +110,31 @@ def shown(run: Path) -> None:
 
 
 READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {
-    "start": ("environment.json", lambda run: RunFolder(run).starts(), 300),
-    "report starts": ("environment.json", shown, 100),
-    "resume": ("metrics.jsonl", resumed, 150),
-    "report metrics": ("metrics.jsonl", shown, 100),
-    "learn": ("metrics.jsonl", observed, 150),
-    "audit metrics": ("metrics.jsonl", audited, 100),
-    "audit records": ("audit/rank-1.json", audited, 150),
-    "settings": ("config.toml", run_config, 150),
-    "audit settings": ("config.toml", audited, 100),
-    "owner": (FILE, lambda run: read_json(run / FILE, Owner), 300),
+    "start": ("environment.json", lambda run: RunFolder(run).starts(), 150),
+    "report starts": ("environment.json", shown, 40),
+    "resume": ("metrics.jsonl", resumed, 100),
+    "report metrics": ("metrics.jsonl", shown, 50),
+    "learn": ("metrics.jsonl", observed, 80),
+    "audit metrics": ("metrics.jsonl", audited, 40),
+    "audit records": ("audit/rank-1.json", audited, 70),
+    "settings": ("config.toml", run_config, 80),
+    "audit settings": ("config.toml", audited, 50),
+    "owner": (FILE, lambda run: read_json(run / FILE, Owner), 150),
 }
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [1, pytest.param(15, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", READERS)
-def test_no_mutation_of_a_run_folders_file_ends_in_a_traceback(run: Path, kind: str) -> None:
+def test_no_mutation_of_a_run_folders_file_ends_in_a_traceback(
+    run: Path, kind: str, more: int
+) -> None:
     name, read, times = READERS[kind]
     chance, path = random.Random(0), run / name
     whole = path.read_bytes()
     accepted = refused = 0
     try:
-        for _ in range(TIMES or times):
+        for _ in range(TIMES or more * times):
             if chance.random() < 0.5:
                 data = mutated(whole, chance)
             elif name.endswith(".toml"):

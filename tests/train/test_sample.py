@@ -226,7 +226,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sample")
     (folder / "text.txt").write_text("\n".join(f"the number {n} of many" for n in range(3000)))
     words = ["train", "debug", "--train-iters", "3", "--seq-length", "32", "--nproc", "2"]
-    words += ["--global-batch-size", "2"]
+    words += ["--global-batch-size", "2", "--num-layers", "2"]
     words += ["--data-path", str(folder / "text.txt"), "--data-cache-path", str(folder / "cache")]
     assert main([*words, "--save", str(folder / "own")]) == 0
     (folder / "chat").mkdir()
@@ -244,7 +244,7 @@ def test_prompts_are_continued_together_as_one_by_one(
 ) -> None:
     prompts = ["the number", "a\u2028b\x0cc", "the number 17 of"]  # a line ends at line feeds only
     (trained / "prompts.txt").write_text("\n".join(prompts))
-    words = ["sample", str(trained / "own"), "--max-tokens", "12", "--device", "cpu"]
+    words = ["sample", str(trained / "own"), "--max-tokens", "6", "--device", "cpu"]
     alone = []
     for number, prompt in enumerate(prompts):
         assert main([*words, prompt, "--seed", str(5 + number), "--top-p", "0.9"]) == 0

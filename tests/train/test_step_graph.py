@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "gathered keys": (LLAMA, 2, named(cp=2) | {"cp_comm_type": ("all_gather",)}),
     "tp, cp, sharded": (LLAMA, 8, named(tp=2, cp=2, strategy="optim")),
 }
-SHORT = ("one rank", "bf16", "parameters sharded")
+SHORT = ("one rank", "parameters sharded")
 
 
 def _settings(model: Any, world: int, values: dict[str, Any]) -> Config:
@@ -309,7 +309,10 @@ def _end_of_graphs(words: list[str], kept: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "ranks"), [("train", 1), ("train", 2), ("verify", 2)])
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [pytest.param("train", 1, marks=pytest.mark.exhaustive), ("train", 2), ("verify", 2)],
+)
 def test_graphs_end_before_the_groups_that_they_use(
     command: str, ranks: int, tmp_path: Path
 ) -> None:
