@@ -105,7 +105,7 @@ def _held(engine: Measurable) -> dict[str, float]:
         "parameters": here,
         "optimizer": engine.optimizer.device.held(),
         "scales": engine.model.scaling.held(),
-        "update_buffers": host.update_buffers(),
+        "rooms": host.update_buffers(),
         "host": host.tensors(),
     }
     held = {name: sum(tensor.nbytes for tensor in each) for name, each in tensors.items()}

@@ -25,7 +25,7 @@ _AGAIN = "train with --audit, which measures one step"
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One step of one rank. Sizes are bytes.
+    """One step of one rank. Sizes are bytes. Names are those in files of earlier runs.
 
     Attributes:
         rank: number of the rank.
@@ -35,7 +35,7 @@ class RankRecord:
         gradients: bytes of the gradients that the optimizer gets after all reductions.
         optimizer: bytes of the optimizer's moments on the device.
         scales: bytes of delayed scales of 8-bit operands, and of their histories.
-        update_buffers: bytes of the device buffers in which state from the host is updated.
+        rooms: bytes of the device buffers in which state from the host is updated.
         activations: bytes kept between forward and backward of one microbatch, by stage.
         multiplications: FLOPs of matrix products, without those of attention.
         packed: whether rows of the microbatch of `activations` held several documents.
@@ -78,7 +78,7 @@ class RankRecord:
     operations: Amount | None = None
     layer_operations: tuple[Amount, Amount] | None = None
     waits: Mapping[str, Amount] | None = None
-    update_buffers: Amount = 0.0
+    rooms: Amount = 0.0
     scales: Amount = 0.0
     host: Amount = 0.0
     disk: Amount = 0.0
@@ -154,7 +154,7 @@ def expected_record(
         parameters=state.masters,
         gradients=state.updated * engine_policy(layout.config).gradient,
         optimizer=state.optimizer,
-        update_buffers=state.update_buffers,
+        rooms=state.update_buffers,
         scales=state.scales,
         host=state.host,
         disk=state.disk,

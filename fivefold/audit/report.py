@@ -233,7 +233,7 @@ def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
         if memory.optimizer_offload_path is not None or memory.param_offload_path is not None:
             yield _compare(f"{what} on disk", pairs, lambda r: r.disk)
         if memory.offload_optimizer_states:
-            yield _compare("update buffers", pairs, lambda r: r.update_buffers)
+            yield _compare("update buffers", pairs, lambda r: r.rooms)
         yield _compare("copied to the host", pairs, lambda r: r.to_host)
         yield _compare("copied from the host", pairs, lambda r: r.from_host)
     if memory.param_cpu_offload:

@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     from fivefold.data.template import ChatTemplate
 
 DEFAULT_CACHE = "~/.cache/fivefold/data"
-# A tokenizer learns from about this many characters of text, spread over the corpus.
+# A tokenizer learns from about this many characters of text, spread over the corpus: the more
+# tokens, the more text, since rare words matter to large vocabularies only.
 TRAINING_CHARACTERS = 32 << 20
+_CHARACTERS_PER_TOKEN = 5 << 10
 # Text is encoded in batches of about this many characters, in parallel.
 _BATCH_CHARACTERS = 8 << 20
 # These must be increased when the tokens of the same text, or of the same conversation, change.
-_CACHE_VERSION, _CONVERSATIONS_VERSION = 2, 2
+_CACHE_VERSION, _CONVERSATIONS_VERSION = 3, 2
 
 Progress = Callable[[str], None]
 T = TypeVar("T")
@@ -301,16 +303,18 @@ def _tokenizer(
         if missing:
             began = time.perf_counter()
             progress(f"training a byte-level BPE of {vocab_size} tokens")
-            tokenizer = Tokenizer.train(_sample(files, config.text_key), vocab_size, special)
+            sample = _sample(files, config.text_key, vocab_size)
+            tokenizer = Tokenizer.train(sample, vocab_size, special)
             tokenizer.save(path)
             progress(f"trained it in {human_seconds(time.perf_counter() - began)}")
     with cached(str(path)):
         return Tokenizer.load(path)
 
 
-def _sample(files: Sequence[Path], text_key: str) -> Iterator[str]:
-    """Up to TRAINING_CHARACTERS of text, spread evenly over the files."""
-    share = min(1.0, TRAINING_CHARACTERS / max(1, sum(file.stat().st_size for file in files)))
+def _sample(files: Sequence[Path], text_key: str, vocab_size: int) -> Iterator[str]:
+    """As much text as a vocabulary of this size is learnt from, spread evenly over the files."""
+    most = min(TRAINING_CHARACTERS, _CHARACTERS_PER_TOKEN * vocab_size)
+    share = min(1.0, most / max(1, sum(file.stat().st_size for file in files)))
     read = taken = 0
     for file in files:
         for text, _ in pieces(file, text_key):
@@ -318,7 +322,7 @@ def _sample(files: Sequence[Path], text_key: str) -> Iterator[str]:
             if taken <= share * read:
                 taken += len(text)
                 yield text
-            if taken >= TRAINING_CHARACTERS:  # a compressed file holds more than its size suggests
+            if taken >= most:  # a compressed file holds more than its size suggests
                 return
 
 

@@ -12,7 +12,7 @@ from fivefold.data_parallel.policy import Policy
 from fivefold.data_parallel.stage_gradients import StageGradients
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.collectives import Pending, start_all_reduce
-from fivefold.mesh.slices import laid_out_like, local_tensor
+from fivefold.mesh.slices import is_same_memory, laid_out_like, local_tensor
 from fivefold.model.leaves import held_gradient, keep_gradients_in, when_accumulated
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Sum, Work, run_works
@@ -191,7 +191,7 @@ class _GradientBucket:
             return
         if grad is None:
             local_tensor(view).zero_()
-        elif not _is_same_memory(local_tensor(grad), local_tensor(view)):
+        elif not is_same_memory(local_tensor(grad), local_tensor(view)):
             local_tensor(view).copy_(local_tensor(grad))
         parameter.grad = view
 
@@ -223,12 +223,6 @@ class _GradientBucket:
             p: laid_out_like(p, view.view_as(part))
             for p, part, view in zip(self.parameters, parts, self.message.split(sizes), strict=True)
         }
-
-
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors of the same shape share their memory."""
-    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    return same and one.storage_offset() == other.storage_offset()
 
 
 def local_grad(parameter: nn.Parameter) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.device import exchanges_in_pairs, without_waiting
+from fivefold.mesh.slices import is_same_memory
 
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ def start_all_gather(
         return Pending([work], lambda: result)
     rows = out.view(size, *x.shape)
     works = _exchange(group, send=lambda peer: x, receive=lambda peer: rows[peer])
-    if rows[rank].data_ptr() != x.data_ptr():  # FSDP2 hands in a part of its own output
+    if not is_same_memory(rows[rank], x):  # FSDP2 hands in a part of its own output
         rows[rank].copy_(x)
     # `x` is read until the sends end, so the closure keeps it alive.
     return Pending(works, lambda keep=x: result)  # type: ignore[misc]

@@ -96,6 +96,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors of the same shape share their memory, be it of values or of
+    shapes alone."""
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and one.storage_offset() == other.storage_offset()
+
+
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """The global rows and columns that this rank's local tensor covers, one slice per dim.
 

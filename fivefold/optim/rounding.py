@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fivefold.mesh.device import runs_triton
+from fivefold.mesh.slices import is_same_memory
 from fivefold.model.random_bits import random_bits
 from fivefold.model.seeds import derive_seed
 from fivefold.optim.eight_bit import FORMATS, EightBits
@@ -212,7 +213,7 @@ class Master:
         elif kept.dtype != new_RC.dtype:
             assert bits is not None
             kept.copy_(rounded(new_RC, bits >> 32))
-        elif kept.data_ptr() != new_RC.data_ptr():
+        elif not is_same_memory(kept, new_RC):
             kept.copy_(new_RC)
 
 
@@ -275,7 +276,7 @@ class Moment:
         kept = self.matrix[rows]
         if self.scales is None:
             if kept.dtype == new_RC.dtype:
-                if kept.data_ptr() != new_RC.data_ptr():
+                if not is_same_memory(kept, new_RC):
                     kept.copy_(new_RC)
                 return
             assert bits is not None

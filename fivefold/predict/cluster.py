@@ -92,7 +92,7 @@ class Cluster:
         return self.gpus_per_node > LARGEST_HOST
 
     def straggler_delay(self, gpus: int) -> float:
-        """Expected straggler_delay of the slowest of `count` GPUs, as a share of the step."""
+        """Expected delay of the slowest of `gpus` GPUs, as a share of the step."""
         return self.jitter * sqrt(2 * log(gpus))
 
     @property

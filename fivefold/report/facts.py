@@ -27,12 +27,17 @@ def facts(histories: Sequence[RunHistory]) -> list[tuple[str, ...]]:
         ),
         ("time of a step, median", lambda s: _formatted(s.usual("seconds"), human_seconds)),
         ("tokens/s, median", lambda s: _formatted(s.usual("tokens_per_second"), human_count)),
-        ("FLOP/s a rank", lambda s: _formatted(s.usual("flops_per_second_per_rank"), human_flops)),
+        (
+            "speed of a rank, median",
+            lambda s: _formatted(
+                s.usual("flops_per_second_per_rank"), lambda flops: f"{human_flops(flops)}/s"
+            ),
+        ),
         ("MFU", lambda history: _formatted(history.usual("mfu"), lambda share: f"{share:.1%}")),
         ("peak memory, first rank", lambda s: _formatted(_last(s, "memory_bytes"), human_bytes)),
         ("time in steps", lambda history: human_seconds(history.step_seconds)),
         (
-            "of the time since the first start",
+            "share of the time since the first start",
             lambda s: _formatted(s.goodput, lambda x: f"{x:.1%}"),
         ),
     ]

@@ -43,7 +43,7 @@ def page(histories: Sequence[RunHistory], gains: Sequence[str] = ()) -> str:
     names = " and ".join(history.name for history in histories)
     body = [_STYLE, f"<h1>{escape(names)}</h1>", *_facts(histories), *_runs(histories)]
     body += [f"<p>{escape(line)}</p>" for line in gains]
-    body += ["<h2>Course</h2>", *_charts(histories)]
+    body += ["<h2>Training curves</h2>", *_charts(histories)]
     for history in histories:
         head = f" of {escape(history.name)}" if len(histories) > 1 else ""
         body += [f"<h2>Events{head}</h2>", *_events(history)]

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from functools import cache
 from math import prod
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from fivefold.check import check
 from fivefold.cli.main import main
@@ -28,10 +28,13 @@ from fivefold.config.sources import read_config, recipe_names, to_toml
 from fivefold.counts.derived import describe
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
+from fivefold.model.init import initialise
+from fivefold.model.transformer import Stage
 from fivefold.optim.schedule import learning_rate
 from fivefold.predict.cluster_file import load_cluster
 from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.step import predict
+from tests.model.models import batch_of
 
 
 class Exempt(NamedTuple):
@@ -257,12 +260,27 @@ def section_of(name: str) -> str:
 
 
 def shows(name: str, value: Any, **beside: Any) -> bool:
-    """Whether a setting is refused by name, or changes a number on one rank or on four."""
+    """Whether a setting is refused by name, changes a number on one rank or on four, or is one of
+    the model's and changes what that computes."""
+    config = BASE.with_values(**beside, **{name: value})
     for world in (4,) if "pipeline_model_parallel_size" in beside else (1, 4):
-        layout = checked(BASE.with_values(**beside, **{name: value}), world, name)
+        layout = checked(config, world, name)
         if layout is None or any(map(ne, numbers(layout), base_numbers(world, (*beside.items(),)))):
             return True
-    return False
+    return config.model != BASE.model and not torch.equal(logits(config), logits(BASE))
+
+
+def logits(config: Config) -> torch.Tensor:
+    """What a fresh model computes for one text."""
+    stage = Stage(config.model, training=config.training).eval()
+    initialise(stage, seed=1)
+    with torch.no_grad():
+        return stage.logits(batch_of(config.model, [[config.training.seq_length]]))
+
+
+def test_a_model_computes_the_same_again() -> None:
+    """Or each of its settings would seem to have an effect."""
+    assert torch.equal(logits(BASE), logits(BASE))
 
 
 DOCUMENTS = "".join(
@@ -273,7 +291,8 @@ NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss", "max_attent
 
 
 class Runs:
-    """Trains the smallest recipe, each time in a folder of its own, in this process."""
+    """Trains the smallest recipe, each time in a folder of its own, in this process; they share the
+    texts, and what these are tokenised to."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.count = root, 0
@@ -288,17 +307,17 @@ class Runs:
         folder = self.root / str(self.count)
         folder.mkdir()
         for name in ("text.jsonl", "other.jsonl"):
-            shutil.copy(self.root / name, folder)
+            (folder / name).symlink_to(self.root / name)
         if self.count > 1:
-            shutil.copytree(self.donor / "runs" / "latest", folder / "donor")
-            shutil.copy(folder / "donor" / "tokenizer.json", folder)
+            (folder / "donor").symlink_to(self.donor / "runs" / "latest")
+            (folder / "tokenizer.json").symlink_to(folder / "donor" / "tokenizer.json")
         small = {"num_layers": 2, "global_batch_size": 4, "micro_batch_size": 2}
         small |= {"train_iters": 4, "lr_warmup_iters": 0}
         words = {"data_path": ("text.jsonl",)} | small | values
         flags = " ".join(SETTINGS[name].typed(value) for name, value in words.items())
         before = Path.cwd(), os.environ["HOME"]
         os.chdir(folder)
-        os.environ["HOME"] = str(folder)
+        os.environ["HOME"] = str(self.root / "home")
         out, err = io.StringIO(), io.StringIO()
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

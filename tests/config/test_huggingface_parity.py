@@ -128,13 +128,29 @@ def test_any_config_is_refused_by_name_or_read_as_transformers_reads_it(
     tried()
 
 
-@pytest.mark.parametrize("kind", TINY)
+def numbers_of(kind: str) -> set[str]:
+    dropout = "attn_pdrop" if kind == "gpt2" else "attention_dropout"
+    return {*CASES[kind], dropout, "initializer_range"} - {"model_type", "vocab_size"}
+
+
+@pytest.mark.parametrize("kind", chosen(TINY, *[*TINY][::6]))
 def test_a_wrong_number_is_told_by_its_field_and_what_is_offered_mends_it(kind: str) -> None:
     """Flags of this project could not be typed: the file is read before any of them."""
-    fields = CASES[kind]
-    dropout = "attn_pdrop" if kind == "gpt2" else "attention_dropout"
-    names = {*fields, dropout, "initializer_range"} - {"model_type", "vocab_size"}
-    refused = 0
+    assert refusals(kind, numbers_of(kind)) > 20
+
+
+def test_a_wrong_number_of_any_field_is_told() -> None:
+    """Of the first family that has it, and of the last."""
+    first = {name: kind for kind in reversed(TINY) for name in numbers_of(kind)}
+    last = {name: kind for kind in TINY for name in numbers_of(kind)}
+    for name in first:
+        for kind in {first[name], last[name]}:
+            refusals(kind, {name})
+
+
+def refusals(kind: str, names: set[str]) -> int:
+    """How many wrong numbers were, each by its field."""
+    fields, refused = CASES[kind], 0
     for name in names:
         for value in (-1, 0, 1, 3, 7, 9, 0.5, 2.0):
             try:
@@ -151,7 +167,7 @@ def test_a_wrong_number_is_told_by_its_field_and_what_is_offered_mends_it(kind: 
                     with pytest.raises(ConfigError) as left:
                         from_hf_config(fields | {name: value} | {field: json.loads(offered)})
                     assert first.what not in str(left.value)
-    assert refused > 20
+    return refused
 
 
 @pytest.mark.parametrize("count", ["n_group", "topk_group"])
@@ -268,7 +284,11 @@ def _written_out(model: ModelConfig) -> ModelConfig:
     return replace(model, num_query_groups=model.num_kv_heads, kv_channels=model.head_dim)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+OF_EACH_KIND = {fields["model_type"]: name for name, fields in PUBLISHED.items()}.values()
+"""Names of published files, one of each family."""
+
+
+@pytest.mark.parametrize("name", chosen(PUBLISHED, *OF_EACH_KIND))
 def test_absent_fields_are_what_transformers_takes_them_for(name: str) -> None:
     fields = PUBLISHED[name]
     if "qwen" in name.lower() and "linear_key_head_dim" not in fields:
@@ -287,7 +307,7 @@ def test_absent_fields_are_what_transformers_takes_them_for(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", chosen(PUBLISHED, *OF_EACH_KIND))
 def test_published_models_have_as_many_parameters_as_in_transformers(name: str) -> None:
     model = from_hf_config(PUBLISHED[name]).without_predictions  # which it leaves out
     theirs = oracle(PUBLISHED[name], meta=True)

@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -151,6 +152,9 @@ def whole(path: Path, model: ModelConfig, *, trained: bool) -> dict[str, torch.T
     return tensors
 
 
+_kept = cache(whole)  # of this rank, for all layouts of the same model
+
+
 def _next_batch() -> Microbatch:
     tokens, labels = (part.numpy() for part in batch(STEP))
     places = np.tile(np.arange(LENGTH), (SAMPLES, 1))
@@ -167,7 +171,7 @@ def _go_on(rank: int, world: int, config: Config, path: Path) -> tuple[list[str]
         stored = engine.stored_tensors()
         pieces: dict[str, Piece] = {n: as_piece(t) for n, t in stored.items()}
         fill_from_folder(path, model, pieces, trained=True)
-        now = whole(path, model, trained=True)
+        now = _kept(path, model, trained=True)
         engine.after_load(STEP, stored)
         wrong = [
             n
@@ -180,7 +184,7 @@ def _go_on(rank: int, world: int, config: Config, path: Path) -> tuple[list[str]
         after = path.parent / "next" / f"iter_{STEP + 1:07d}"
         if not after.is_dir():
             return wrong, 0.0, 0.0
-        theirs, off, moved = whole(after, model, trained=False), 0.0, 0.0
+        theirs, off, moved = _kept(after, model, trained=False), 0.0, 0.0
         for n, weight in ((n, as_piece(t)) for n, t in engine.stored_weights().items()):
             if weight.local.numel() and not n.endswith(_NOISE):
                 off = max(off, float((weight.local - theirs[n][weight.slices]).abs().max()))

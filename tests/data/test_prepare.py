@@ -159,12 +159,15 @@ def test_a_short_split_is_an_error_only_when_it_is_used(config):
         prepared.valid  # noqa: B018
 
 
-def test_the_tokenizer_learns_from_a_share_of_a_large_corpus(texts, monkeypatch):
+@pytest.mark.parametrize(("of_all", "per_token"), [(1000, 100), (100_000, 2)])
+def test_the_tokenizer_learns_from_a_share_of_a_large_corpus(of_all, per_token, texts, monkeypatch):
+    """Limited in all, or by the size of its vocabulary."""
     files = [texts / "b.jsonl"]
-    whole = list(module._sample(files, "text"))
+    whole = list(module._sample(files, "text", 500))
     assert len(whole) == 60
-    monkeypatch.setattr(module, "TRAINING_CHARACTERS", 1000)
-    some = list(module._sample(files, "text"))
+    monkeypatch.setattr(module, "TRAINING_CHARACTERS", of_all)
+    monkeypatch.setattr(module, "_CHARACTERS_PER_TOKEN", per_token)
+    some = list(module._sample(files, "text", 500))
     assert 800 < sum(map(len, some)) < 1200
     assert some[0] == whole[0] and whole.index(some[-1]) > 40
 

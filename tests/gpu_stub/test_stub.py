@@ -255,6 +255,10 @@ def test_trains_and_saves(tmp_path: Path) -> None:
 AUDITED: dict[str, tuple[str, ...]] = {
     "offloaded": (*ALL_MOVED, "--seq-length", "1024"),
     "offloaded optimizer": LAYOUTS["split norms, optimizer on the host"],
+    "offloaded states": (
+        *(*TWO, "--data-parallel-sharding-strategy", "optim_grads"),
+        "--offload-optimizer-states",
+    ),
     "widths that kernels pad": LAYOUTS["widths that kernels pad"],
     "second copies of a node": (
         *("debug", "--nproc", "4", *ALONE, "--zero-hpz-partition-size", "2"),

@@ -167,10 +167,10 @@ def test_experts_leave_as_often_as_they_are_reduced_also_beside_replicas_of_the_
 def test_nothing_fits_but_with_the_optimizer_on_the_host() -> None:
     model = replace(
         PRESETS["gpt2"],
-        num_layers=48,
-        hidden_size=1600,
+        num_layers=12,
+        hidden_size=3200,
         num_attention_heads=25,
-        ffn_hidden_size=6400,
+        ffn_hidden_size=12800,
     )
     settings = Config(model).with_values(global_batch_size=8)
     asked = request(settings, preset("RTX 4090", 1), by_flag=["global_batch_size"])

@@ -25,7 +25,7 @@ from fivefold.model.eight_bit.rules import ADA
 from fivefold.rehearse.roles import rehearsed_layout
 from fivefold.rehearse.run import rehearse_rank
 
-SHORT = {"seq_length": 128, "num_layers": 2, "global_batch_size": 2}
+SHORT = {"seq_length": 128, "global_batch_size": 2}
 SHARED_KIB = {75: 64, 80: 163, 89: 99, 90: 99, 100: 227, 120: 99}
 """Most shared memory of a block by compute capability (CUDA C++ Programming Guide, technical
 specifications). 9.0 has 227, too; what is tested most often is held to the least since Ampere."""
@@ -120,8 +120,9 @@ def type_of(argument: Any) -> str:
     return "constexpr" if argument is None else "fp32"
 
 
-def launched(steps: Steps) -> list[Compiled]:
-    """The kernels of some steps, with the types of what they get, and constants."""
+def launched(steps: Steps, layers: int) -> list[Compiled]:
+    """The kernels of some steps of so many layers, with the types of what they get, and
+    constants."""
     found: dict[Compiled, None] = {}
 
     def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> None:
@@ -140,7 +141,7 @@ def launched(steps: Steps) -> list[Compiled]:
     from fivefold.model.kernels import quantise  # which takes it from there
 
     for model, settings in steps:
-        config = Config(resolve_model(model)).with_values(**SHORT, **settings)
+        config = Config(resolve_model(model)).with_values(num_layers=layers, **SHORT, **settings)
         rehearse_rank(rehearsed_layout(check(config, 2)), 0)
     if steps[-1] in NARROW:  # what only a GPU's own 8-bit products ask for
         quantise.by_rows(torch.empty(256, 128, dtype=E4M3).t())
@@ -178,7 +179,8 @@ def main(capability: int, *, every: bool) -> None:
     """Compile for GPUs of a compute capability, such as 90."""
     target, names = GPUTarget("cuda", capability, 32), set()
     wide = BRANCHES + WIDE + SIZES if every else WIDE
-    found = launched(wide if divmod(capability, 10) < ADA else wide + NARROW)
+    steps = wide if divmod(capability, 10) < ADA else wide + NARROW
+    found = launched(steps, layers=2 if every else 1)  # one layer shows each type of each argument
     assert not (every and one_sided(found)), one_sided(found)
     for kernel, types, constants in found if every else few_of(found):
         known = {name: value for name, value in constants if name in kernel.arg_names}

@@ -291,8 +291,13 @@ def test_what_the_trainer_lacks_is_not_chosen(line: str) -> None:
         ("llama3-8b --gpus 8 --recompute-granularity full --cross-entropy-loss-fusion", None),
         ("llama3-8b --gpus 16 --cp-comm-type a2a+p2p --seq-length 65536 --gbs 16", None),
         ("llama3-70b --gpus 4 --tp 1 --pp 1 --cp 1 --gbs 4 --mbs 1", "--offload-optimizer-states"),
-        ("llama3-405b --gpus 4 --tp 1 --pp 1 --cp 1 --gbs 4 --mbs 1", "--gpus 128"),
-        ("llama3-70b --gpus 1 --gbs 1", "more than the device has"),
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)  # as what fits nowhere in test_search
+            for row in (
+                ("llama3-405b --gpus 4 --tp 1 --pp 1 --cp 1 --gbs 4 --mbs 1", "--gpus 128"),
+                ("llama3-70b --gpus 1 --gbs 1", "more than the device has"),
+            )
+        ),
         ("llama3-8b --gpus 8 --ep 2", "num_experts is none"),
         ("llama3-8b --gpus 8 --gbs 7 --tp 1 --pp 1 --cp 1", "global_batch_size 7"),
         ("llama3-8b --cluster A100 --fp8-format hybrid", "has no units that multiply in fp8"),

@@ -463,10 +463,13 @@ def verify_in_pool(
     settings: Config,
     plant: str | None = None,
     on_rank: Callable[..., VerifyReport | None] | None = None,
+    steps: int = STEPS,
 ) -> VerifyReport:
     """`fivefold.verify.run.verify` on processes that are there already.
 
-    `on_rank` is called instead of `compare_on_rank`, with its arguments.
+    `on_rank` is called instead of `compare_on_rank`, with its arguments. One step, after which
+    weights are compared, too, is enough where what is asked about keeps nothing for the next one;
+    what layouts keep is shown by the rows of test_matrix.py.
     """
     layout, _ = prepare(check(settings, world_size))
     prepared = layout.config
@@ -475,18 +478,18 @@ def verify_in_pool(
         bare = replace(bare, parallel=Config(model=prepared.model).parallel)
     baseline = None
     if prepared.training.in_16_bits:
-        baseline = _trace(bare, DTYPES[prepared.training.precision])
+        baseline = _trace(bare, DTYPES[prepared.training.precision], steps)
     fn = on_rank or compare_on_rank
-    return run(world_size, fn, layout, _trace(bare, torch.float64), baseline, plant)[0]
+    return run(world_size, fn, layout, _trace(bare, torch.float64, steps), baseline, plant)[0]
 
 
 @cache
-def _trace(settings: Config, dtype: torch.dtype) -> Path:
+def _trace(settings: Config, dtype: torch.dtype, steps: int) -> Path:
     exact = dtype == torch.float64
-    followed = () if exact else load_trace(_trace(settings, torch.float64))
+    followed = () if exact else load_trace(_trace(settings, torch.float64, steps))
     folder = Path(_folder().name)
     path = folder / str(len(list(folder.iterdir())))
-    save_trace(path, run_reference(settings, STEPS, dtype, followed))
+    save_trace(path, run_reference(settings, steps, dtype, followed))
     return path
 
 
@@ -509,13 +512,13 @@ def compare_on_rank(
             layout,
             rank,
             torch.device("cpu"),
-            _loaded(trace),
-            baseline=_loaded(baseline) if baseline else (),
+            loaded(trace),
+            baseline=loaded(baseline) if baseline else (),
             plant=plant,
         )
 
 
-_loaded = cache(load_trace)  # of this rank, for all layouts of the same model
+loaded = cache(load_trace)  # of this rank, for all layouts of the same model
 
 
 @contextmanager

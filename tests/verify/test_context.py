@@ -122,19 +122,19 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     ),
 )
 def test_layouts(case: str) -> None:
-    passes(*CASES[case])
+    passes(*CASES[case], steps=1)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_in_fp32(kind: str) -> None:
-    passes(4, "llama tied", context(4, kind, precision="fp32"))
+    passes(4, "llama tied", context(4, kind, precision="fp32"), steps=1)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["p2p", "a2a+p2p"])
 def test_layouts_in_bf16_are_as_close_as_one_device(kind: str) -> None:
-    passes(4, "gpt", context(4, kind, precision="bf16", **WHOLE))
+    passes(4, "gpt", context(4, kind, precision="bf16", **WHOLE), steps=1)
 
 
 GRIDS = {
@@ -159,4 +159,4 @@ def test_every_kind_in_every_layout(
 ) -> None:
     world, layout, cp = GRIDS[grid]
     heads = {"num_attention_heads": 16, "num_query_groups": 16 // shared}
-    passes(world, "llama", layout | context(cp, kind) | heads | seen)
+    passes(world, "llama", layout | context(cp, kind) | heads | seen, steps=1)

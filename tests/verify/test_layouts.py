@@ -12,6 +12,7 @@ from fivefold.verify.report import VerifyReport
 from tests.verify.cases import (
     MODELS,
     STAGES,
+    STEPS,
     chosen,
     compare_on_rank,
     config,
@@ -248,8 +249,8 @@ BF16_CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-def passes(world: int, model: str, settings: dict[str, Any]) -> None:
-    report = verify_in_pool(world, config(MODELS[model], world, **settings))
+def passes(world: int, model: str, settings: dict[str, Any], steps: int = STEPS) -> None:
+    report = verify_in_pool(world, config(MODELS[model], world, **settings), steps=steps)
     assert report.passed, report.text()
     compared = {"loss", "grad", "norm", "param", "evaluation"}
     assert {*report.max_rel_error} - {"load", "further"} == compared

@@ -3,6 +3,7 @@ device computes, and sends the bytes that the formulas say."""
 
 from dataclasses import replace
 from itertools import combinations, product
+from pathlib import Path
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from fivefold.train.engine import Engine
 from fivefold.train.step_result import DeviceResult, StepResult
 from fivefold.verify.report import VerifyReport
 from tests.verify import matrix
-from tests.verify.cases import MODELS, STEPS, compare_on_rank, config, verify_in_pool
+from tests.verify.cases import MODELS, STEPS, compare_on_rank, config, loaded, verify_in_pool
 from tests.verify.matrix import AXES, Facet, Row
 
 ROWS = matrix.read()
@@ -109,15 +110,18 @@ def test_every_row_is_exact_and_sends_what_the_formulas_say(row: Row) -> None:
     assert report.steps == STEPS and None not in report.max_rel_error.values()
 
 
-def measured(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None:
+def measured(
+    rank: int, world_size: int, layout: Layout, trace: Path, *others: Any
+) -> VerifyReport | None:
     """Compare with one device, and what the last step sent with theory."""
+    steps = len(loaded(trace))
     gradients, apply = Engine.gradients, Engine.apply
     watch: Traffic
     chosen: ChosenExperts
 
     def watched_gradients(engine: Engine, *batches: Any) -> DeviceResult:
         nonlocal watch, chosen
-        if engine.steps < STEPS - 1:  # watching takes as long as the step
+        if engine.steps < steps - 1:  # watching takes as long as the step
             return gradients(engine, *batches)
         watch = Traffic(axes_of(engine.groups))
         chosen = ChosenExperts(engine.model.stages, engine.groups)
@@ -125,7 +129,7 @@ def measured(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None
             return gradients(engine, *batches)
 
     def watched_apply(engine: Engine, result: DeviceResult) -> StepResult:
-        if engine.steps < STEPS - 1:
+        if engine.steps < steps - 1:
             return apply(engine, result)
         with watch:
             applied = apply(engine, result)
@@ -145,9 +149,9 @@ def measured(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None
         patch.object(Engine, "gradients", watched_gradients),
         patch.object(Engine, "apply", watched_apply),
     ):
-        report = compare_on_rank(rank, world_size, *arguments)
+        report = compare_on_rank(rank, world_size, layout, trace, *others)
     if report is not None and report.passed:
-        assert checked == [STEPS]
+        assert checked == [steps]
     return report
 
 

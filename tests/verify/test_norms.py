@@ -52,7 +52,7 @@ IN_THE_GATE = (("experts, attention with its norm again", "after"),)
 def test_layouts_normalise_what_is_added(case: tuple[str, str]) -> None:
     name, placement = case
     world, model, settings = LAYOUTS[name]
-    passes(world, model, settings | {"norm_placement": placement})
+    passes(world, model, settings | {"norm_placement": placement}, steps=1)
 
 
 TOGETHER: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -92,7 +92,7 @@ def test_layouts_normalise_all_heads_together(case: tuple[str, bool]) -> None:
     name, centred = case
     world, model, settings = TOGETHER[name]
     together = {"qk_layernorm": True, "qk_layernorm_type": "all_heads"}
-    passes(world, model, settings | together | {"apply_layernorm_1p": centred})
+    passes(world, model, settings | together | {"apply_layernorm_1p": centred}, steps=1)
 
 
 def test_norms_that_are_not_there_are_not_discarded_or_moved() -> None:

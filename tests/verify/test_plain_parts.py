@@ -73,7 +73,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 )
 def test_layouts_compute_them_as_one_device_does(name: str) -> None:
     world, model, settings = LAYOUTS[name]
-    passes(world, model, settings)
+    passes(world, model, settings, steps=1)
 
 
 @pytest.mark.parametrize(

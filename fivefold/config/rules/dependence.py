@@ -86,8 +86,9 @@ def without_orphans(
     for of in DEPENDENTS:  # in order: some depend on settings that others leave out
         if of.on in deciding:
             found = [orphan for orphan in _orphans(of, config) if orphan.name not in by_flag]
-            config = config.with_values(**{orphan.name: orphan.default for orphan in found})
-            left_out += found
+            if found:
+                config = config.with_values(**{orphan.name: orphan.default for orphan in found})
+                left_out += found
     return config, left_out
 
 
