@@ -56,7 +56,7 @@ def check_skipped_steps(training: TrainingConfig, mistakes: Mistakes) -> None:
     if last >= steps > 0:
         mistakes.add(
             f"iterations_to_skip {last} is beyond the run, whose steps are 0 to {steps - 1}",
-            "a step goes by the number of those before it: the first one is 0",
+            "steps are numbered from 0",
             works=[f"--iterations-to-skip {steps - 1}", training.lasting(last + 1)],
         )
 

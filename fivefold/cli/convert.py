@@ -15,9 +15,9 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.presets import resolve_model
 from fivefold.config.settings import Allowed, argument, changed, option
 from fivefold.config.sources import load_options
-from fivefold.errors import Mistakes
+from fivefold.errors import DataError, Mistakes
 from fivefold.hub import WEIGHTS, in_place
-from fivefold.report.settings import run_config
+from fivefold.report.settings import run_config, run_settings
 from fivefold.units import few, human_bytes, several
 
 if TYPE_CHECKING:
@@ -127,22 +127,36 @@ def _check(options: Options, *, inward: bool) -> tuple[Path, ModelConfig | None]
     if inward:
         of_steps = () if is_megatron(Path(options.source)) else ("step",)
         for setting in changed(options, (*of_steps, "dtype", "max_shard_size", "adapter")):
-            mistakes.add(f"{setting.flag} is for a run, and {options.source} is none")
+            mistakes.add(f"{setting.flag} applies to a run folder, and {options.source} is not one")
     if Path(options.target).exists():
-        mistakes.add(f"{options.target} is there already", attempt="another folder")
+        mistakes.add(f"{options.target} exists already", attempt="another folder")
     source = Path(options.source)
     base = _base(options, source, mistakes) if is_adapter(source) else source
     model = None
     if is_megatron(source) and not is_adapter(source):
         base, model = _of_megatron(options, source, mistakes)
     elif options.model is not None:
-        mistakes.add(f"--model is for a checkpoint of Megatron-core, and {source} is none")
+        mistakes.add(f"--model applies to a checkpoint of Megatron-core, and {source} is not one")
     if options.base is not None and not is_adapter(source):
-        mistakes.add(f"--base is for an adapter of PEFT, and {source} is none")
+        mistakes.add(f"--base applies to an adapter of PEFT, and {source} is not one")
     mistakes.raise_if_any()
     if not inward:
-        run_config(source)
+        _check_run(source)
     return base, model
+
+
+def _check_run(source: Path) -> None:
+    """Refuse a source that is no run folder, since it is none of the other formats either."""
+    try:
+        run_settings(source)
+    except DataError as error:
+        (found,) = error.mistakes
+        why = (
+            "nor does it hold config.json (Hugging Face), adapter_config.json (PEFT) or .metadata "
+        )
+        why += "(Megatron-core)"
+        raise DataError(replace(found, why=(why,) if source.is_dir() else ())) from None
+    run_config(source)
 
 
 def _of_megatron(
@@ -167,6 +181,6 @@ def _base(options: Options, adapter: Path, mistakes: Mistakes) -> Path:
         base = read_adapter(adapter).base if base is None else base
         base = None if base is None else str(in_place(base, WEIGHTS, note))
         if base is None or not (Path(base) / "config.json").is_file():
-            what = f"{adapter} is an adapter to {base}, which is no Hugging Face folder here"
+            what = f"{adapter} is an adapter to {base}, which is not a Hugging Face folder here"
             mistakes.add(what, works=("--base FOLDER",))
     return Path(base or "")

@@ -176,7 +176,7 @@ def _volume(text: str | None, mistakes: Mistakes) -> tuple[str, str] | None:
     claim, _, path = text.partition(":")
     if claim and path.startswith("/") and path.strip("/"):
         return claim, path.rstrip("/")
-    mistakes.add(f"--volume is {text!r}, and must be CLAIM:/PATH", attempt=_EXAMPLES["volume"])
+    mistakes.add(f"--volume must be CLAIM:/PATH, not {text!r}", attempt=_EXAMPLES["volume"])
     return None
 
 
@@ -184,7 +184,7 @@ def _submit(command: Sequence[str]) -> int:
     if which(command[0]) is None:
         raise ConfigError(
             Mistake(
-                f"{command[0]} is not on this machine; {command[-1]} is written",
+                f"{command[0]} is not installed on this machine; {command[-1]} has been written",
                 attempt=f"on one that has it: {shlex.join(command)}",
             )
         )

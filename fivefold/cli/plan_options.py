@@ -160,7 +160,7 @@ def _check_numbers(options: Options, tokens: float | None, mistakes: Mistakes) -
     margin, budget = options.memory_margin, options.memory_budget
     if margin is not None and budget is not None:
         mistakes.add(
-            f"--memory-budget {budget} leaves no room for --memory-margin {margin}: it is exact",
+            f"--memory-budget {budget} is exact, and --memory-margin {margin} keeps a part free",
             works=("--memory-budget none", "--memory-margin none"),
         )
     if tokens is not None and not 1 <= tokens < inf:
@@ -173,11 +173,17 @@ def _check_numbers(options: Options, tokens: float | None, mistakes: Mistakes) -
 def _check_output(options: Options, mistakes: Mistakes) -> None:
     """Add output options that would have no effect, or cannot be written."""
     if options.learned is not None and not options.from_runs:
-        mistakes.add(f"--learned {options.learned} needs runs", works=("--learned none",))
+        mistakes.add(
+            f"--learned {options.learned} chooses what is learned from runs, and --from names none",
+            works=("--learned none",),
+        )
     if options.json and options.emit is not None:
         mistakes.add("--json and --emit both say what to print", works=("--no-json", "--emit none"))
     if options.emit is not None and options.why is not None:
-        mistakes.add("--emit prints settings only, no --why", works=("--emit none", "--why none"))
+        mistakes.add(
+            "--emit prints settings only, and --why asks for an explanation",
+            works=("--emit none", "--why none"),
+        )
     alone = "emit" if options.emit is not None else "why"
     if alone == "emit" or (options.why and not options.json):
         for setting in changed(options, ("train_tokens", "top")):

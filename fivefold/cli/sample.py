@@ -150,7 +150,7 @@ def _prompts(options: Options) -> list[str]:
     if options.prompts is not None:
         text = read_text(options.prompts, DataError)
         if not text:
-            raise DataError(f"{options.prompts} has no line")
+            raise DataError(f"{options.prompts} is empty: it must hold one prompt per line")
         prompts = text.removesuffix("\n").split("\n")  # splitlines: at U+2028 and form feeds, too
     return [prompt for prompt in prompts for _ in range(options.num_samples)]
 
@@ -160,8 +160,10 @@ def _check(options: Options) -> None:
     mistakes = Mistakes()
     given = [bool(options.prompt), options.prompts is not None, options.chat]
     if sum(given) > 1:
-        mistakes.add("a prompt, --prompts and --chat exclude each other")
+        mistakes.add("a prompt, --prompts and --chat exclude each other: give one of them")
     if options.chat and options.num_samples > 1:
-        mistakes.add("--chat gives one answer to each line", works=["--num-samples 1"])
+        asked = options.num_samples
+        what = f"--chat gives one answer to each line, and --num-samples asks for {asked}"
+        mistakes.add(what, works=["--num-samples 1"])
     mistakes.raise_if_any()
     run_config(Path(options.run))

@@ -225,7 +225,9 @@ def _resized(study: Study, program: Program) -> Study:
 
 def _write(options: Options, charts: Sequence[Chart]) -> None:
     if (options.csv or options.torch_csv) and len(charts) != 1:
-        raise ConfigError("--csv and --torch-csv write one schedule, here are several")
+        raise ConfigError(
+            "--csv and --torch-csv write one schedule, and --compare has several: name one instead"
+        )
     for name, text in (
         (options.svg, lambda: to_svg(charts)),
         (options.html, lambda: to_html(charts)),

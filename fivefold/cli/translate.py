@@ -98,6 +98,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+_MEGATRON = "Megatron-LM"
 _TITLE = "# A job of {}, translated by `fivefold translate`."
 
 
@@ -107,30 +108,33 @@ def _check_unwritten(target: Path) -> None:
     first = read_text(target, ConfigError).partition("\n")[0] if target.is_file() else None
     if first is not None and not (first.startswith(before) and first.endswith(after)):
         raise ConfigError(
-            Mistake(f"{target} exists, and is no translation", works=("another name",))
+            Mistake(
+                f"{target} exists, and was not written by fivefold translate",
+                works=("another name",),
+            )
         )
 
 
 def _translated(options: Options) -> Translation:
     path = Path(options.source)
     if options.source != "-" and path.is_dir():
-        _check_unasked(options, "model", "nproc")
+        _check_unasked(options, _MEGATRON, "model", "nproc")
         return translate_job(_of_checkpoint(path), options.vocab_size)
     text = sys.stdin.read() if options.source == "-" else read_text(path, ConfigError)
     if (saved := saved_settings(text)) is not None:
-        _check_unasked(options, "vocab_size", "script_arguments")
+        _check_unasked(options, "torchtitan", "vocab_size", "script_arguments")
         return _of_torchtitan(job_of_saved(saved), options)
     if is_text_of_accelerate(text):
-        _check_unasked(options, "vocab_size", "script_arguments")
+        _check_unasked(options, "Accelerate", "vocab_size", "script_arguments")
         return _of_accelerate(text, options, path)
     if text.lstrip().startswith("{"):
-        _check_unasked(options, "vocab_size", "script_arguments")
+        _check_unasked(options, "DeepSpeed", "vocab_size", "script_arguments")
         return _of_deepspeed(text, options)
     if is_text_of_torchtitan(text, path.name):
-        _check_unasked(options, "vocab_size")
+        _check_unasked(options, "torchtitan", "vocab_size")
         job = read_text_of_torchtitan(text, str(path), _around(options, path))
         return _of_torchtitan(job, options)
-    _check_unasked(options, "model", "nproc")
+    _check_unasked(options, _MEGATRON, "model", "nproc")
     return translate_job(read_job(text, _around(options, path)), options.vocab_size)
 
 
@@ -178,18 +182,22 @@ def _around(options: Options, path: Path) -> ScriptEnvironment:
     return ScriptEnvironment(os.environ, arguments, None if options.source == "-" else path)
 
 
-def _check_unasked(options: Options, *names: str) -> None:
-    """Refuse flags for what this kind of job says by itself."""
+def _check_unasked(options: Options, trainer: str, *names: str) -> None:
+    """Refuse flags for what is not read of this trainer's jobs."""
     mistakes = Mistakes()
     for setting in changed(options, names):
-        mistakes.add(f"{setting.flag} is for jobs that do not say it by themselves: leave it out")
+        mistakes.add(
+            f"{setting.flag} has no effect on a job of {trainer}",
+            setting.help,
+            works=(setting.typed(setting.default),),
+        )
     mistakes.raise_if_any()
 
 
 def _of_checkpoint(folder: Path) -> MegatronJob:
     if not is_megatron(folder):
         works = ("a log, or a file with the command line of pretrain_gpt.py",)
-        raise ConfigError(Mistake(f"{folder} is no checkpoint of Megatron-LM", works=works))
+        raise ConfigError(Mistake(f"{folder} is not a checkpoint of Megatron-LM", works=works))
     from fivefold.convert.megatron import MegatronFolder
 
     return job_of(MegatronFolder(megatron_checkpoint(folder, None)).arguments)

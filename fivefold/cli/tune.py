@@ -32,8 +32,9 @@ from fivefold.predict.cluster_file import load_cluster
 from fivefold.predict.cluster_file import to_toml as machine_toml
 from fivefold.process import die_with_parent
 from fivefold.search.candidate import Candidate
+from fivefold.search.enumeration import enumerate_space
 from fivefold.search.request import ASSUMABLE, request
-from fivefold.search.search import search
+from fivefold.search.search import SearchResult, search
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import percent
 from fivefold.tell.infeasible import why_nothing
@@ -89,6 +90,7 @@ def run(argv: Sequence[str]) -> int:
     check_corpora(config)
     if options.device == "cuda":
         choose_device(options.device, RankEnv(), world, visible_gpus())
+    check_legal(loaded, world)
     out = Path(options.out or f"tuned-{recipe_name(options.recipe)}")
     with telling_unwritable(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -127,6 +129,18 @@ def _machine(cluster: str | None, world: int, device: Asked, out: Path) -> Clust
         note(f"measures this machine with {world} ranks; {file} is read instead if it is there")
         measure(file, world, device)
     return load_cluster(file, world)
+
+
+def check_legal(loaded: Loaded[Options], world: int) -> None:
+    """Refuse settings that no layout of so many ranks can have; that needs no measured machine.
+
+    Raises:
+        ConfigError: no layout is legal.
+    """
+    any_machine = load_cluster("B200", world)
+    asked = request(loaded.config, any_machine, by_flag=loaded.by_flag, by_recipe=ASSUMABLE)
+    if not len(enumerate_space(asked.config, world, asked.given, world, 1, asked.only)):
+        raise why_nothing(SearchResult(asked)).spelled(ranks_for_gpus)
 
 
 def measure(file: Path, world: int, device: Asked) -> None:

@@ -164,7 +164,7 @@ class _Scanner:
 
     def _assign(self, setting: Setting, flag: str, texts: list[str]) -> None:
         if not texts:
-            self._mistakes.add(f"{flag} needs a value: {setting.expected}")
+            self._mistakes.add(f"{flag} needs a value: {setting.expected}", setting.help)
             return
         if setting.default == () and texts == [NONE]:
             texts = []

@@ -54,28 +54,28 @@ class JobSettings:
         if there and abs(value) <= _MOST and (isinstance(default, float) or value == int(value)):
             return type(default)(value)
         kind = "a number" if isinstance(default, float) else "a whole number"
-        self.mistakes.add(f"{path} cannot be {shown(value)}: it is {kind}")
+        self.mistakes.add(f"{path} cannot be {shown(value)}: it must be {kind}")
         return default
 
     def count(self, path: str) -> int | None:
         """An integer of at least 1; None: not given."""
         value = self.number(path, 0)
         if value < 1 and self.get(path) is not None:
-            self.mistakes.add(f"{path} cannot be {shown(self.get(path))}: it is 1 or more")
+            self.mistakes.add(f"{path} cannot be {shown(self.get(path))}: it must be 1 or more")
         return value if value > 0 else None
 
     def flag(self, path: str, default: bool = False) -> bool:
         """A switch."""
         value = self.get(path)
         if value is not None and not isinstance(value, bool):
-            self.mistakes.add(f"{path} cannot be {shown(value)}: it is true or false")
+            self.mistakes.add(f"{path} cannot be {shown(value)}: it must be true or false")
         return value if isinstance(value, bool) else default
 
     def word(self, path: str) -> str:
         """A word in lower case; empty: not given."""
         value = self.get(path)
         if value is not None and not isinstance(value, str):
-            self.mistakes.add(f"{path} cannot be {shown(value)}: it is a word")
+            self.mistakes.add(f"{path} cannot be {shown(value)}: it must be a word")
         return value.lower() if isinstance(value, str) else ""
 
     def unread(self) -> list[Left]:

@@ -1,5 +1,6 @@
 """Model architectures by name: presets, hub names, or the path of a Hugging Face model."""
 
+import difflib
 import logging
 import os
 from collections.abc import Mapping
@@ -538,6 +539,9 @@ HUB_NAMES: Mapping[str, str] = {
 }
 
 
+_NEAREST = 8  # presets named for a model that is not known
+
+
 def resolve_model(name_or_path: str | Path) -> ModelConfig:
     """The architecture of a preset, the path of a Hugging Face model, or a model on the hub.
 
@@ -562,7 +566,8 @@ def resolve_model(name_or_path: str | Path) -> ModelConfig:
         else:
             return from_hf_config(folder)
     what = f"unknown model {shown(name)}{did_you_mean(name, [*PRESETS, *HUB_NAMES])}"
-    raise ConfigError(Mistake(what, tuple(why), works=tuple(PRESETS)))
+    near = difflib.get_close_matches(name, PRESETS, _NEAREST) or PRESETS
+    raise ConfigError(Mistake(what, tuple(why), works=tuple(near)))
 
 
 def model_note(name: str) -> str | None:

@@ -87,11 +87,11 @@ def _check_infilling(config: "DataConfig", mistakes: Mistakes) -> None:
     tokens = {name: getattr(config, name) for name in FIM_TOKENS}
     if len(set(tokens.values())) < len(tokens):
         said = ", ".join(f"{name} {token}" for name, token in tokens.items())
-        mistakes.add(f"each of the tokens of fim_data is another one: {said}")
+        mistakes.add(f"the tokens of fim_data must differ from each other: {said}")
     if config.fim_split_sample in tokens.values():
         mistakes.add(
-            f"fim_split_sample {config.fim_split_sample} is between parts of a document, and "
-            "cannot be a token that fim_data puts into them",
+            f"fim_split_sample {config.fim_split_sample} separates parts of a document, and "
+            "cannot be one of the tokens that fim_data inserts into them",
             works=["--fim-split-sample none"],
         )
     if config.fim_split_sample is not None and config.fim_fragment_rate is None:
@@ -105,7 +105,7 @@ def _check_mock(config: "DataConfig", mistakes: Mistakes) -> None:
     """Collect settings that contradict synthetic tokens."""
     if tuple(config.data_path) != (MOCK,):
         mistakes.add(
-            f"{MOCK} is no part of a blend: it has more tokens than a run reads",
+            f"{MOCK} cannot be part of a blend: it has more tokens than any run reads",
             works=[f"--data-path {MOCK}"],
         )
     if config.valid_data_path and config.tokenizer_model is None:
@@ -132,7 +132,7 @@ def _check_sft(config: "DataConfig", indexed: Sequence[str], mistakes: Mistakes)
         )
     if config.text_key != "text":
         mistakes.add(
-            f"text_key {config.text_key} is for text, and sft reads conversations",
+            f"text_key {config.text_key} names a field of text, and sft reads conversations",
             works=["--text-key text", "--no-sft"],
         )
     if not config.eod_mask_loss:

@@ -35,7 +35,7 @@ def _multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -
     return multiply(a, b, dtype, fast=fast)
 
 
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor, epsilon: float) -> Tensor:
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, epsilon: float) -> Tensor:
     y: Tensor = _Norm.apply(x, weight)
     return y
 
@@ -51,12 +51,12 @@ class _Norm(torch.autograd.Function):
     """Saves x, weight and one fp32 statistic for each row, as `torch._fused_rms_norm` does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=wide))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)

@@ -7,7 +7,7 @@ from fivefold.config.config import Config
 from fivefold.config.rules.model import check_model
 from fivefold.config.rules.values import check_values
 from fivefold.config.sources import read_config
-from fivefold.errors import ConfigError, DataError, Mistake, Mistakes, did_you_mean
+from fivefold.errors import ConfigError, DataError, Mistake, Mistakes, closest
 from fivefold.hub import model_named
 from fivefold.train.folder.run_folder import RunFolder
 
@@ -23,7 +23,8 @@ def run_settings(folder: Path) -> Path:
     file = RunFolder(folder).config_file
     if not file.is_file():
         near = [p.name for p in folder.parent.glob("*") if (p / file.name).is_file()]
-        meant = did_you_mean(folder.name, near)
+        close = closest(folder.name, near)
+        meant = "" if close is None else f", did you mean {str(folder.parent / close)!r}?"
         if inside := [p for p in folder.parents if (p / file.name).is_file()]:
             meant = f", did you mean {str(inside[0])!r}?"
         attempt = None
@@ -33,7 +34,9 @@ def run_settings(folder: Path) -> Path:
             attempt = "if it is a model on the Hugging Face hub, " if on_hub else ""
             attempt += f"fivefold convert {quote(str(folder))} {quote(made)}"
             attempt += ", which makes a run folder"
-        what = f"{folder} is not a run folder: it has no {file.name}{meant}"
+        why = f"it has no {file.name}" if folder.is_dir() else "it is a file"
+        why = why if folder.exists() else "there is no such folder"
+        what = f"{folder} is not a run folder: {why}{meant}"
         raise DataError(Mistake(what, attempt=attempt))
     return file
 

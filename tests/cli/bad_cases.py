@@ -218,7 +218,33 @@ LAYOUTS = [
 ]
 
 MODELS = [
-    Case("unknown preset", "train --model lama3-8b", ("did you mean 'llama3-8b'?", "works: gpt2")),
+    Case(
+        "unknown preset",
+        "train --model lama3-8b",
+        ("did you mean 'llama3-8b'?", "works: llama3-8b | llama3-"),
+    ),
+    Case("convert of nothing", "convert nowhere out", ("there is no such folder",)),
+    Case(
+        "convert of no weights",
+        "convert notes out",
+        ("notes is not a run folder", "nor does it hold config.json"),
+        files={"notes/a.txt": "x"},
+    ),
+    Case(
+        "ranks of a batch are not whole",
+        "translate ds.json --model debug-llama --nproc 4",
+        ("32 / (3 x 2) = 5.333 data-parallel ranks (must be whole)",),
+        files={
+            "ds.json": json.dumps(
+                {
+                    "train_batch_size": 32,
+                    "train_micro_batch_size_per_gpu": 3,
+                    "gradient_accumulation_steps": 2,
+                }
+            )
+        },
+    ),
+    Case("no value", "plan llama3-8b --why", ("--why needs a value: text, or none\n  ",)),
     Case(
         "hub typo", "train --model meta-llama/Llama-3.1-8", ("did you mean 'meta-llama/Llama-3.",)
     ),
@@ -593,7 +619,9 @@ CORPORA = [
     corpus(
         "corpus typo", "--data-path texd.txt", "did you mean 'text.txt'?", text_dot_txt=DOCUMENT
     ),
-    corpus("a blend of made-up numbers", "--data-path mock builtin", "mock is no part of a blend"),
+    corpus(
+        "a blend of made-up numbers", "--data-path mock builtin", "mock cannot be part of a blend"
+    ),
     corpus(
         "text beside made-up numbers",
         "--mock-data --sft --valid-data-path x=builtin y=mock",

@@ -123,7 +123,7 @@ def test_what_is_no_job(what: str, tmp_path: Path, capsys: pytest.CaptureFixture
     source = tmp_path if what == "folder" else tmp_path / "job.txt"
     assert main(["translate", str(source)]) == 2
     said = capsys.readouterr().err
-    assert ("no checkpoint of Megatron-LM" if what == "folder" else "cannot read") in said
+    assert ("not a checkpoint of Megatron-LM" if what == "folder" else "cannot read") in said
 
 
 def test_only_a_translation_is_written_over(
@@ -135,7 +135,7 @@ def test_only_a_translation_is_written_over(
         assert main(["translate", str(job), str(recipe)]) == 0
     recipe.write_text("[model]\n")
     assert main(["translate", str(job), str(recipe)]) == 2
-    assert "exists, and is no translation" in capsys.readouterr().err
+    assert "exists, and was not written by fivefold translate" in capsys.readouterr().err
     assert main(["translate", str(job), str(tmp_path)]) == 2
     assert f"cannot use {tmp_path}: Is a directory" in capsys.readouterr().err
     os.mkfifo(pipe := tmp_path / "pipe")
@@ -208,4 +208,4 @@ def test_a_job_of_torchtitan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     own, _ = translated(job, capsys, "--nproc", "4", "--model", "debug-llama")
     assert tomllib.loads(own)["model"] != tomllib.loads(out)["model"]
     assert main(["translate", str(job), "--vocab-size", "7"]) == 2
-    assert "--vocab-size is for jobs that do not say it" in capsys.readouterr().err
+    assert "--vocab-size has no effect on a job of" in capsys.readouterr().err

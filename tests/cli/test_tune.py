@@ -35,3 +35,16 @@ def test_no_measurement_outlives_the_command(signum: int, tmp_path: Path) -> Non
     while psutil.pid_exists(int((tmp_path / "pid").read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_an_impossible_layout_is_refused_before_the_machine_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*_: object) -> None:
+        raise AssertionError("the machine was measured")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fivefold.cli.tune.measure", measure)
+    assert main(["tune", "debug", "--nproc", "2", "--tp", "3"]) == 2
+    assert "2 / 3 = 0.6667" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

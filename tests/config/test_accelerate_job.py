@@ -191,7 +191,7 @@ def test_a_file_becomes_a_recipe_that_trains(case: str) -> None:
             SHARDED | {"fsdp_config": {"fsdp_version": 2, "version": 2}},
             "has version with and without fsdp_",
         ),
-        (SHARDED | {"fsdp_config": 3}, "it is a section with settings"),
+        (SHARDED | {"fsdp_config": 3}, "it must be a section with settings"),
     ],
 )
 def test_what_is_none_of_its_jobs_is_refused_by_name(file: dict[str, Any], part: str) -> None:
@@ -204,7 +204,7 @@ def test_texts_are_told_apart_and_damage_is_told() -> None:
     assert is_text_of_accelerate('{"compute_environment": "LOCAL_MACHINE"}')
     assert not is_text_of_accelerate('{"zero_optimization": {"stage": 2}}')
     text, random = yaml.safe_dump(SPLIT), Random(3)
-    with pytest.raises(ConfigError, match="num_machines stands there twice"):
+    with pytest.raises(ConfigError, match="num_machines is given twice"):
         read_file(text + "num_machines: 3\n")
     for _ in range(300):
         at = random.randrange(len(text))

@@ -261,7 +261,7 @@ def test_what_is_sharded_and_moved_in_any_way_is_trained_or_told() -> None:
 
 @pytest.mark.parametrize("text", ["{", "{}x", '{"a": 1, "a": 2}', "[" * 100_000])
 def test_what_is_no_file(text: str) -> None:
-    with pytest.raises(ConfigError, match="no file of settings for DeepSpeed"):
+    with pytest.raises(ConfigError, match="not a configuration file of DeepSpeed"):
         read_file(text)
 
 
@@ -281,7 +281,7 @@ def test_files_of_others_are_refused_by_name(text: str, message: str) -> None:
 
 @pytest.mark.parametrize("section", ["bf16", "fp16", "zero_optimization", "optimizer"])
 def test_a_section_without_settings_is_a_mistake(section: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{section} cannot be True: it is a section"):
+    with pytest.raises(ConfigError, match=f"^{section} cannot be True: it must be a section"):
         of({section: True})
 
 
@@ -304,7 +304,7 @@ def test_flags_for_other_jobs_are_refused(
     source = tmp_path / "job"
     source.write_text(text)
     assert main(["translate", str(source), flag, "7"]) == 2
-    assert f"{flag} is for jobs that do not say it" in capsys.readouterr().err
+    assert f"{flag} has no effect on a job of" in capsys.readouterr().err
 
 
 def test_a_recipe_and_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

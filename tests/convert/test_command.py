@@ -22,9 +22,9 @@ def test_mistakes_are_told_together(tmp_path: Path, capsys: pytest.CaptureFixtur
     words += ["--max-shard-size", "9"]
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert "--dtype is for a run" in said and "--step is for a run" in said
-    assert "--max-shard-size is for a run" in said
-    assert "is there already" in said
+    assert "--dtype applies to a run folder" in said and "--step applies to a run folder" in said
+    assert "--max-shard-size applies to a run folder" in said
+    assert "exists already" in said
 
 
 def test_a_source_that_is_nothing_is_named(

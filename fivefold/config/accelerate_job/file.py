@@ -84,11 +84,15 @@ def read_file(text: str) -> JobSettings:
         place = getattr(error, "problem_mark", None)
         where = "" if place is None else f"line {place.line + 1}: "
         what = getattr(error, "problem", None) or "it is no text"
-        raise ConfigError(Mistake(f"no file of Accelerate: {where}{what}")) from None
+        raise ConfigError(
+            Mistake(f"not a configuration file of Accelerate: {where}{what}")
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(Mistake(f"no file of Accelerate: {error}")) from None
+        raise ConfigError(Mistake(f"not a configuration file of Accelerate: {error}")) from None
     if not isinstance(given, dict):
-        raise ConfigError(Mistake("no file of Accelerate: it is no table of settings"))
+        raise ConfigError(
+            Mistake("not a configuration file of Accelerate: it holds no table of settings")
+        )
     job = JobSettings({})
     job.given = dict(_known(given, job))
     return job
@@ -101,7 +105,7 @@ class _NoDuplicates(yaml.SafeLoader):
         """The mapping of a node."""
         names = [self.construct_object(key, deep=True) for key, _ in node.value]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{twice[0]} stands there twice")
+            raise ValueError(f"{twice[0]} is given twice")
         found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return found
 
@@ -122,7 +126,7 @@ def _known(given: Mapping[Any, Any], job: JobSettings) -> Iterator[tuple[str, An
 def _of_section(section: str, value: Any, job: JobSettings) -> Iterator[tuple[str, Any]]:
     prefix, names = SECTIONS[section]
     if value is not None and not isinstance(value, Mapping):
-        job.mistakes.add(f"{section} cannot be {shown(value)}: it is a section with settings")
+        job.mistakes.add(f"{section} cannot be {shown(value)}: it must be a section with settings")
         return
     seen = set[str]()
     for name, inner in (value or {}).items():

@@ -44,7 +44,7 @@ class DeepSpeedJob(JobSettings):
         for name in _SECTIONS:
             if name in self.given and not isinstance(self.given[name], Mapping | None):
                 found = shown(self.given[name])
-                self.mistakes.add(f"{name} cannot be {found}: it is a section with settings")
+                self.mistakes.add(f"{name} cannot be {found}: it must be a section with settings")
 
     def get(self, path: str) -> Any:
         """A setting; None: not given, or left open."""
@@ -70,18 +70,18 @@ def read_file(text: str) -> DeepSpeedJob:
     try:
         given = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
-        what = f"no file of settings for DeepSpeed: line {error.lineno} is no JSON"
+        what = f"not a configuration file of DeepSpeed: line {error.lineno} is no JSON"
         line = text.splitlines()[error.lineno - 1 :][:1]
         works = ("a file whose places to fill in are filled in, without comments",)
         raise ConfigError(
             Mistake(what, tuple(each.strip()[:100] for each in line), works)
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(Mistake(f"no file of settings for DeepSpeed: {error}")) from None
+        raise ConfigError(Mistake(f"not a configuration file of DeepSpeed: {error}")) from None
     if not isinstance(given, dict):
-        raise ConfigError(Mistake("no file of settings for DeepSpeed: it is no object"))
+        raise ConfigError(Mistake("not a configuration file of DeepSpeed: it holds no JSON object"))
     if signs := [sign for sign in _OF_OTHERS if sign in given]:
-        what = f"no file of settings for DeepSpeed: {signs[0]} is {_OF_OTHERS[signs[0]]}"
+        what = f"not a configuration file of DeepSpeed: {signs[0]} is {_OF_OTHERS[signs[0]]}"
         works = ("the file that it names as deepspeed, or deepspeed_config",)
         raise ConfigError(Mistake(what, works=works))
     older = {"bf16": given.pop("bfloat16")} if "bfloat16" in given else {}
@@ -92,5 +92,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)} stands there twice")
+        raise ValueError(f"{max(names, key=names.count)} is given twice")
     return found

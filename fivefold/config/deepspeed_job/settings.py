@@ -97,7 +97,15 @@ def _of_batches(job: DeepSpeedJob, split: int, ranks: int | None) -> Iterator[tu
     batch, micro = job.count("train_batch_size"), job.count("train_micro_batch_size_per_gpu")
     steps, dp = job.count("gradient_accumulation_steps"), job.count("data_parallel_size")
     if dp is None and batch and micro and steps:
-        dp = max(batch // (micro * steps), 1)
+        if batch % (micro * steps):
+            job.mistakes.add(
+                f"train_batch_size = {batch} is not a multiple of train_micro_batch_size_per_gpu = "
+                f"{micro} x gradient_accumulation_steps = {steps}",
+                f"{batch} / ({micro} x {steps}) = {batch / (micro * steps):.4g} data-parallel "
+                "ranks (must be whole)",
+            )
+            return
+        dp = batch // (micro * steps)
     if dp is None and ranks is not None:
         dp = max(ranks // split, 1)
     if bool(batch) != bool(micro):

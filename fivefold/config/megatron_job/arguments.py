@@ -157,7 +157,9 @@ def _from_log(text: str) -> MegatronJob:
         if match is not None
     }
     if "num_layers" not in given:
-        raise ConfigError("the log's list of arguments has no num_layers: it is none of a model's")
+        raise ConfigError(
+            "the log's list of arguments has no num_layers, so it does not describe a model"
+        )
     vocabulary = _VOCABULARY.search(text)
     ranks = given.get("world_size")
     return MegatronJob(given, (), ranks, int(vocabulary[1]) if vocabulary else None)

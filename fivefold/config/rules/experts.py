@@ -24,7 +24,8 @@ def check_routing(experts: ExpertsConfig, model: ModelConfig, mistakes: Mistakes
         mistakes.add(f"moe_aux_loss_coeff must not be negative: {factors}")
     if "sinkhorn" in kinds and (model.moe_router_num_groups or model.moe_router_enable_expert_bias):
         mistakes.add(
-            "sinkhorn assigns tokens by itself: groups of experts and biases have no effect on it",
+            "moe_router_load_balancing_type sinkhorn assigns tokens to experts by itself: groups "
+            "and biases of experts have no effect on it",
             works=["--moe-router-load-balancing-type aux_loss"],
         )
     padded = experts.moe_pad_expert_input_to_capacity
@@ -52,7 +53,7 @@ def check_branch_norms(model: ModelConfig, mistakes: Mistakes) -> None:
     off = "--no-moe-branch-norms"
     if not model.shared_ffn_size:
         mistakes.add(
-            "moe_branch_norms is of routed experts beside shared ones, and needs "
+            "moe_branch_norms normalises routed and shared experts separately, and needs "
             "moe_shared_expert_intermediate_size",
             works=[f"--moe-shared-expert-intermediate-size {model.ffn_size}", off],
         )

@@ -73,7 +73,7 @@ def check_adapted_run(config: Config, mistakes: Mistakes) -> None:
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         if getattr(parallel, name):
             flag = flag_of(f"no_{name}")
-            mistakes.add(f"lora_rank: {name} is for blocks that are trained whole", works=(flag,))
+            mistakes.add(f"lora_rank: {name} does not support frozen weights", works=(flag,))
     for name in ("optimizer_cpu_offload", "offload_optimizer_states"):
         if getattr(config.memory, name):
             mistakes.add(

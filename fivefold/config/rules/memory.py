@@ -84,8 +84,9 @@ def _check_numbers(memory: MemoryConfig, mistakes: Mistakes) -> None:
         )
     elif len(numbers) > 1 and memory.recompute_granularity == "full" and not some:
         mistakes.add(
-            f"recompute_num_layers {shown} are numbers of layers by stage, whose first "
-            "recompute_method block recomputes; uniform recomputes all, in groups of one size",
+            f"recompute_num_layers {shown} gives one number per stage, and recompute_method "
+            "uniform takes a single one: it recomputes all layers in groups of that size; block "
+            "recomputes that many of the first layers of each stage",
             works=["--recompute-method block", "--recompute-num-layers 1"],
         )
 

@@ -109,7 +109,8 @@ def _check_reach(model: ModelConfig, mistakes: Mistakes) -> None:
         )
     if model.qk_layernorm_after_rope and model.norms_together:
         mistakes.add(
-            "qk_layernorm_after_rope is of heads by themselves, and qk_layernorm_type is all_heads",
+            "qk_layernorm_after_rope normalises each head alone, and qk_layernorm_type all_heads "
+            "normalises all heads together",
             works=("--qk-layernorm-type per_head", "--no-qk-layernorm-after-rope"),
         )
     for name, other in (
@@ -118,7 +119,7 @@ def _check_reach(model: ModelConfig, mistakes: Mistakes) -> None:
     ):
         if model.qk_l2_norm and other:
             mistakes.add(
-                f"qk_l2_norm and {name} both normalise what scores are made of",
+                f"qk_l2_norm and {name} both normalise queries and keys",
                 works=("--no-qk-l2-norm", f"--no-{flag_of(name)[2:]}"),
             )
 
@@ -129,13 +130,13 @@ def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
         of = "gated_linear_unit" if model.gated_linear_unit else "num_experts"
         none = "--no-gated-linear-unit" if model.gated_linear_unit else "--num-experts none"
         mistakes.add(
-            f"activation_func xielu is of dense MLPs without a gate, and {of} is "
+            f"activation_func xielu works only in dense MLPs without a gate, and {of} is "
             f"{getattr(model, of)}",
             works=(none, "--activation-func silu"),
         )
     if model.mlp_bias and model.num_experts:
         mistakes.add(
-            f"mlp_bias is of dense MLPs, and num_experts is {model.num_experts}",
+            f"mlp_bias is for dense MLPs, and num_experts is {model.num_experts}",
             works=("--no-mlp-bias", "--num-experts none"),
         )
     fused = model.gated_linear_unit and model.activation_func in ("silu", "quick_gelu")
@@ -143,7 +144,7 @@ def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
         value = getattr(model, name)
         if value != default and not fused:
             mistakes.add(
-                f"{name} = {value} is of gates with activation_func silu or quick_gelu",
+                f"{name} = {value} needs gated_linear_unit with activation_func silu or quick_gelu",
                 works=(
                     "--gated-linear-unit --activation-func silu",
                     f"{flag_of(name)} {'none' if default is None else default}",
@@ -274,8 +275,8 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
             )
     if model.clip_qkv is not None:
         mistakes.add(
-            "clip_qkv is of queries, keys and values that are projected from hidden states, which "
-            "multi_latent_attention makes of latents",
+            "clip_qkv clips queries, keys and values that are projected from hidden states, and "
+            "multi_latent_attention projects them from latents",
             works=("--clip-qkv none", "--no-multi-latent-attention"),
         )
     if model.position_embedding_type == "learned_absolute":
@@ -291,8 +292,8 @@ def _check_values(model: ModelConfig, mistakes: Mistakes) -> None:
         setting, value = SETTINGS[name], getattr(model, name)
         if model.multi_latent_attention and value != setting.default:
             mistakes.add(
-                f"{name} {setting.words(value)} is of keys and values that are projected, and "
-                "multi_latent_attention makes them from latents",
+                f"{name} {setting.words(value)} is for keys and values that are projected from "
+                "hidden states, and multi_latent_attention projects them from latents",
                 works=(setting.typed(setting.default), "--no-multi-latent-attention"),
             )
     if model.v_l2_norm and model.value_multiplier != 1.0:
@@ -306,7 +307,7 @@ def _check_values(model: ModelConfig, mistakes: Mistakes) -> None:
     if model.v_channels is not None and model.attention_output_gate:
         mistakes.add(
             f"v_channels {model.v_channels} gives heads outputs of that size, and the gates of "
-            "attention_output_gate have that of queries",
+            "attention_output_gate have the size of queries",
             works=("--v-channels none", "--no-attention-output-gate"),
         )
 
@@ -315,8 +316,8 @@ def _check_keys_as_values(model: ModelConfig, mistakes: Mistakes) -> None:
     off = "--no-keys-as-values"
     if model.window_size is not None and model.window_attn_skip_freq is None:
         mistakes.add(
-            f"keys_as_values is of layers without a window, and window_size {model.window_size} is "
-            "of all",
+            "keys_as_values changes layers without a window, and window_size "
+            f"{model.window_size} gives every layer a window",
             works=("--window-attn-skip-freq 2", off),
         )
     if not model.v_l2_norm:

@@ -48,8 +48,8 @@ def check_sparse(model: ModelConfig, mistakes: Mistakes) -> None:
     dim, rotary = model.dsa_indexer_head_dim, model.qk_pos_emb_head_dim
     if dim is not None and dim < rotary and model.multi_latent_attention:
         mistakes.add(
-            f"dsa_indexer_head_dim {dim} is less than qk_pos_emb_head_dim {rotary}, of which its "
-            "heads have as many rotary features",
+            f"dsa_indexer_head_dim {dim} is less than qk_pos_emb_head_dim {rotary}, the number of "
+            "rotary features in each of the indexer's heads",
             works=(f"--dsa-indexer-head-dim {rotary}", f"--qk-pos-emb-head-dim {dim - dim % 2}")[
                 : 1 + (dim > 1)
             ],

@@ -24,8 +24,8 @@ def check_states(model: ModelConfig, mistakes: Mistakes) -> None:
     """Check which layers have linear attention, its heads, and layers of one mixer each."""
     if model.attention_output_gate and model.multi_latent_attention:
         mistakes.add(
-            "attention_output_gate is made by the query projection, which "
-            "multi_latent_attention has none of that makes one",
+            "attention_output_gate is computed by the query projection, and the projections of "
+            "multi_latent_attention compute no gate",
             works=("--no-attention-output-gate", "--no-multi-latent-attention"),
         )
     if model.hybrid_override_pattern is not None:
@@ -45,7 +45,7 @@ def _check_linear(model: ModelConfig, mistakes: Mistakes) -> None:
     if freq is None:
         mistakes.add(
             f"experimental_attention_variant {variant} needs "
-            "linear_attention_freq, which says of which layers",
+            "linear_attention_freq, which says in which layers",
             works=("--linear-attention-freq 2", off)[model.num_layers < 2 :],
         )
         return
@@ -90,7 +90,7 @@ def _check_kimi(model: ModelConfig, mistakes: Mistakes) -> None:
             works=(f"--linear-num-key-heads {values}", f"--linear-num-value-heads {keys}"),
         )
     if model.lora_rank is not None:
-        mistakes.add(f"{name} has no adapters", works=("--lora-rank none",))
+        mistakes.add(f"lora_rank: layers with {name} have no adapters", works=("--lora-rank none",))
 
 
 def _check_further(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -129,7 +129,8 @@ def _check_hybrid(model: ModelConfig, pattern: str, mistakes: Mistakes) -> None:
         )
     if model.parallel_residual:
         mistakes.add(
-            f"parallel_residual has attention and an MLP in each layer, and {name} one of them",
+            f"parallel_residual needs attention and an MLP in each layer, and {name} gives a layer "
+            "only one of them",
             works=("--no-parallel-residual", _OFF),
         )
     if model.moe_layer_freq != "1":

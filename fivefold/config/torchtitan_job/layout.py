@@ -80,8 +80,8 @@ def of_batch(job: TitanJob, degrees: Degrees, lost: list[str]) -> Named:
     batch = job.number("training.global_batch_size", -1)
     if batch < 1 and dp is None:
         job.mistakes.add(
-            "its batch is training.local_batch_size on each of its data-parallel ranks, and the "
-            "job does not say how many ranks it has",
+            "the job's batch is training.local_batch_size x its data-parallel ranks, and the job "
+            "does not say how many ranks it has",
             works=["--nproc N"],
         )
         return

@@ -85,7 +85,9 @@ def _read_act(line: str) -> MeasuredAct:
     if act.kind not in ELEMENTARY:
         raise ConfigError(f"kind {shortened(act.kind)} is none of {', '.join(ELEMENTARY)}")
     if not -_LATEST <= act.start <= act.end <= _LATEST:
-        raise ConfigError(f"it goes from second {act.start:g} to second {act.end:g}")
+        raise ConfigError(
+            f"start {act.start:g} s <= end {act.end:g} s must hold, each within {_LATEST:g} s of 0"
+        )
     return act
 
 

@@ -179,7 +179,12 @@ def _searched(study: Study) -> StudyResult:
     if study.num_chunks and study.num_chunks != 2:
         shapes = [Shape.LOOP]
     if study.num_slices > 1:
-        raise ConfigError(Mistake("auto does not cut sequences", works=("1 slice", "sliced_1f1b")))
+        raise ConfigError(
+            Mistake(
+                f"auto searches schedules of whole sequences, not of {study.num_slices} slices",
+                works=("1 slice", "sliced_1f1b"),
+            )
+        )
     placements = [study.placement_for(shape) for shape in shapes]
     problems = [
         Problem(
