@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from fivefold.cli import tune
+from fivefold.cli.main import main
 from fivefold.train.ranks.signals import leaving_in_order
 from tests.programs import Program
 
