@@ -82,8 +82,11 @@ def read_manifest(folder: Path) -> dict[str, Stamp]:
     """
     if not (folder / MANIFEST).exists():
         raise CheckpointError(f"{MANIFEST}: missing, so the checkpoint is not complete")
-    text = read_text(folder / MANIFEST, CheckpointError)
-    files = parse_json(text, _Manifest, MANIFEST, CheckpointError).files
+    try:
+        text = read_text(folder / MANIFEST, CheckpointError)
+        files = parse_json(text, _Manifest, "it", CheckpointError).files
+    except CheckpointError as error:
+        raise CheckpointError(f"{MANIFEST}: expected a list of files; {error}") from None
     for name in files:
         if name not in (INDEX, META) and not _DATA.fullmatch(name):
             raise CheckpointError(f"{MANIFEST}: expected files of a checkpoint, found {name!r}")
