@@ -182,9 +182,9 @@ def test_a_tokenizer_without_the_tokens_names_its_own(coder: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"fim_suffix_token": PREFIX}, "each of the tokens"),
+        ({"fim_suffix_token": PREFIX}, "must differ from each other"),
         ({"fim_split_sample": SPLIT}, "needs fim_fragment_rate"),
-        ({"fim_split_sample": PREFIX, "fim_fragment_rate": 0.5}, "between parts of a document"),
+        ({"fim_split_sample": PREFIX, "fim_fragment_rate": 0.5}, "separates parts of a document"),
         ({"tokenizer_vocab_size": 259}, r"\+ 3 of fim_data = 260"),
     ],
 )

@@ -81,8 +81,8 @@ def test_layouts_compute_them_as_one_device_does(name: str) -> None:
     [
         ("bare", {"apply_layernorm_1p": True}, "apply_layernorm_1p"),
         ("bare, LayerNorm, tied", {"layernorm_bias": False}, "layernorm_bias"),
-        ("latent", {"clip_qkv": 8.0}, "clip_qkv is of queries, keys and values"),
-        ("llama", {"mlp_bias": True, "num_experts": 4}, "mlp_bias is of dense MLPs"),
+        ("latent", {"clip_qkv": 8.0}, "clip_qkv clips queries, keys and values"),
+        ("llama", {"mlp_bias": True, "num_experts": 4}, "mlp_bias is for dense MLPs"),
         (
             "bare",
             {"optimizer": "muon", "qk_clip": True, "qk_l2_norm": False},
