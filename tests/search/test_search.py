@@ -404,7 +404,7 @@ def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None
         (f"{SMALL} --json --emit megatron", "both say what to print"),
         (f"{SMALL} --memory-margin 1.5", "--memory-margin must be in [0, 1), not 1.5"),
         (f"{SMALL} --memory-margin 0.99", "leave nothing of gpu.memory_bytes"),
-        (f"{SMALL} --memory-margin 0.1 --memory-budget 40GiB", "it is exact"),
+        (f"{SMALL} --memory-margin 0.1 --memory-budget 40GiB", "40GiB is exact"),
         (f"{SMALL} --html nowhere/at/all.html", "no folder"),
         (f"{SMALL} --why colour=red", "is no layout setting"),
     ],
