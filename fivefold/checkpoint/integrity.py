@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from fivefold.checkpoint.team import Team
 from fivefold.errors import CheckpointError
-from fivefold.files import crc32, read_json, write_atomic
+from fivefold.files import crc32, parse_json, read_text, write_atomic
 
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
@@ -83,7 +83,8 @@ def read_manifest(folder: Path) -> dict[str, Stamp]:
     if not (folder / MANIFEST).exists():
         raise CheckpointError(f"{MANIFEST}: missing, so the checkpoint is not complete")
     try:
-        files = read_json(folder / MANIFEST, _Manifest, CheckpointError).files
+        text = read_text(folder / MANIFEST, CheckpointError)
+        files = parse_json(text, _Manifest, "it", CheckpointError).files
     except CheckpointError as error:
         raise CheckpointError(f"{MANIFEST}: expected a list of files; {error}") from None
     for name in files:
