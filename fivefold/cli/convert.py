@@ -152,9 +152,9 @@ def _check_run(source: Path) -> None:
     except DataError as error:
         (found,) = error.mistakes
         why = (
-            "nor does it hold config.json (Hugging Face), adapter_config.json (PEFT) or .metadata "
+            "nor does it hold config.json (Hugging Face), adapter_config.json (PEFT) or "
+            ".metadata (Megatron-core)"
         )
-        why += "(Megatron-core)"
         raise DataError(replace(found, why=(why,) if source.is_dir() else ())) from None
     run_config(source)
 

@@ -90,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
     check_corpora(config)
     if options.device == "cuda":
         choose_device(options.device, RankEnv(), world, visible_gpus())
-    check_legal(loaded, world)
+    _check_legal(loaded, world)
     out = Path(options.out or f"tuned-{recipe_name(options.recipe)}")
     with telling_unwritable(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def _machine(cluster: str | None, world: int, device: Asked, out: Path) -> Clust
     return load_cluster(file, world)
 
 
-def check_legal(loaded: Loaded[Options], world: int) -> None:
+def _check_legal(loaded: Loaded[Options], world: int) -> None:
     """Refuse settings that no layout of so many ranks can have; that needs no measured machine.
 
     Raises:

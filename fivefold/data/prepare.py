@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fivefold.data.template import ChatTemplate
 
 DEFAULT_CACHE = "~/.cache/fivefold/data"
-# A tokenizer learns from about this many characters of text, spread over the corpus: the more
+# A tokenizer learns from at most so many characters of text, and so many for each token: the more
 # tokens, the more text, since rare words matter to large vocabularies only.
 TRAINING_CHARACTERS = 32 << 20
 _CHARACTERS_PER_TOKEN = 5 << 10
