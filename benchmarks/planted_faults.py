@@ -30,7 +30,7 @@ from fivefold.cli.main import main
 from fivefold.mesh.slices import local_tensor
 from fivefold.optim.adamw import AdamW
 from fivefold.parallel_model import ParallelModel
-from fivefold.pipeline.run.executor import _Step
+from fivefold.pipeline.run.executor import ProgramRun
 from fivefold.train.engine import Engine
 from fivefold.train.loop import Trainer
 from fivefold.train.ranks.rank_env import read_rank_env
@@ -40,8 +40,8 @@ SLOW_SECONDS = 0.15
 SLOW_STEPS = 3
 PHASES: dict[str, tuple[Any, str]] = {  # what is called in it
     "step": (Engine, "step"),
-    "forward": (_Step, "_forward"),
-    "backward": (_Step, "_differentiate"),
+    "forward": (ProgramRun, "_forward"),
+    "backward": (ProgramRun, "_differentiate"),
     "reduction": (ParallelModel, "finish_gradients"),
     "optimizer": (AdamW, "step"),
     "save": (Checkpointer, "_write_files"),

@@ -85,6 +85,9 @@ class Holdings:
         self._alive[key] = (size, kind, reference)
         self.total += size - before
         self._by_kind[kind] += size - before
+        self._note_peak()
+
+    def _note_peak(self) -> None:
         if self.total > self.peak:
             self.peak, self.peak_at = self.total, self.where
             self.at_peak = dict(self._by_kind)

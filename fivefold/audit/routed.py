@@ -1,6 +1,6 @@
 """Records the experts that this rank's tokens choose in a step, at the routers' outputs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from fivefold.model.transformer import Stage
 
 
 @dataclass
-class _Seen:
+class RecordedChoice:
     """A router's choice, without tensors that the run itself frees before the backward.
 
     Attributes:
@@ -48,8 +48,9 @@ class ChosenExperts:
         self._ranks = 1 if groups.experts is None else group_size(groups.experts.ep)
         self._exit = ExitStack()
         # Recomputation returns the same tensor. Keeping it prevents another one at its address.
-        self._seen: dict[tuple[int, int], _Seen] = {}
-        self._first: dict[int, _Seen] = {}
+        self._seen: dict[tuple[int, int], RecordedChoice] = {}
+        self._first: dict[int, RecordedChoice] = {}
+        self._repeated: list[RecordedChoice] = []
 
     def __enter__(self) -> "ChosenExperts":
         for stage in self._stages.values():
@@ -65,11 +66,19 @@ class ChosenExperts:
     @property
     def choices(self) -> StepChoices:
         """All choices of the step by layer."""
-        seen = [*self._seen.values()]
+        seen = [*self._seen.values(), *self._repeated]
         again = [one for one in seen if one.again]
         return StepChoices(self._of(seen), self._of(again), self._of([*self._first.values()]))
 
-    def _of(self, seen: list[_Seen]) -> dict[int, Choices]:
+    def seen(self) -> tuple[RecordedChoice, ...]:
+        """Every choice so far, in order."""
+        return tuple(self._seen.values())
+
+    def repeat(self, seen: Iterable[RecordedChoice]) -> None:
+        """Count choices of another microbatch that chooses the same, and does not run."""
+        self._repeated += seen
+
+    def _of(self, seen: list[RecordedChoice]) -> dict[int, Choices]:
         found: dict[int, Choices] = {}
         for one in seen:
             new = self._counted(one)
@@ -77,7 +86,7 @@ class ChosenExperts:
             found[one.layer] = new if before is None else before.plus(new)
         return found
 
-    def _counted(self, seen: _Seen) -> Choices:
+    def _counted(self, seen: RecordedChoice) -> Choices:
         """A router's choices."""
         ranks_TK = seen.experts_TK // seen.here
         if seen.kept_TK is not None:
@@ -94,7 +103,7 @@ class ChosenExperts:
         layer = router.number(given[1])
         keeps = torch.is_grad_enabled()
         here = choice.num_experts // self._ranks
-        seen = _Seen(layer, choice.experts_TK, choice.kept_TK, here, again=not keeps)
+        seen = RecordedChoice(layer, choice.experts_TK, choice.kept_TK, here, again=not keeps)
         self._seen.setdefault((layer, id(choice.experts_TK)), seen)
         if keeps:
             self._first.setdefault(layer, seen)

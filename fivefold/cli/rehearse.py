@@ -32,6 +32,9 @@ class Options:
     ranks: Literal["roles", "every"] = option(
         "roles", "which ranks to run: one of each role, or every one"
     )
+    microbatches: Literal["unlike", "every"] = option(
+        "unlike", "which microbatches to run: those that differ from earlier ones, or every one"
+    )
     device: Literal["gpu", "cpu"] = option("gpu", "device of the job, for which the code differs")
     jobs: Count | None = option(None, "processes that run ranks (default: one per core)")
     cluster: str = option(
@@ -52,6 +55,7 @@ def run(argv: Sequence[str]) -> int:
         layout,
         roles(layout, every=options.ranks == "every"),
         gpus=options.device == "gpu",
+        every=options.microbatches == "every",
         processes=options.jobs or os.cpu_count() or 1,
     )
     title = f"{len(scripts)} of {parallelism(layout)}"

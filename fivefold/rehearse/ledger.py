@@ -1,10 +1,12 @@
 """Records a step: memory held, operations launched, host reads, and every message."""
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from fivefold.audit.calls import Call, call_of
 from fivefold.audit.holdings import HOST, Accounting, Holdings, made_on_host
@@ -13,6 +15,26 @@ from fivefold.audit.waits import READS
 from fivefold.audit.watch import after, project_line, tensors_in
 from fivefold.pipeline.ir import COMPUTE, Act
 from fivefold.rehearse.script import ACTIVATIONS, MESSAGES, WORKING, Issued
+
+
+@dataclass(frozen=True)
+class ActRecord:
+    """What one action of the pipeline did.
+
+    Attributes:
+        issued: operations of torch.distributed, in order.
+        operations: operations that launched work.
+        waits: times that the host read a number off the device.
+        peak: bytes by category that were held above those before, when most was held.
+        after: bytes by category that it left held, less those that it freed, without those of the
+            tensors that entered and left.
+    """
+
+    issued: tuple[Issued, ...]
+    operations: int
+    waits: int
+    peak: Mapping[str, int]
+    after: Mapping[str, int]
 
 
 class StepHoldings(Holdings):
@@ -35,6 +57,30 @@ class StepHoldings(Holdings):
         for key in list(self._unsettled):
             self._move(key, ACTIVATIONS)
 
+    def beside(self, storages: Iterable[UntypedStorage | None]) -> dict[str, int]:
+        """Bytes of each category now, without those of some storages; None: one that is gone."""
+        found = self.held()
+        for key in {storage._cdata for storage in storages if storage is not None}:
+            size, kind, _ = self._alive[key]
+            found[kind] -= size
+        return found
+
+    @contextmanager
+    def own_peak(self) -> Iterator[None]:
+        """Inside the block, the peak is that of the block."""
+        before = self.peak, self.peak_at, self.at_peak
+        self.peak, self.at_peak = self.total, self.held()
+        yield
+        if before[0] >= self.peak:
+            self.peak, self.peak_at, self.at_peak = before
+
+    def add(self, by_kind: Mapping[str, int], *, sign: int = 1) -> None:
+        """Count bytes that no tensor holds."""
+        for kind, size in by_kind.items():
+            self._by_kind[kind] += sign * size
+        self.total += sign * sum(by_kind.values())
+        self._note_peak()
+
     def _move(self, key: int, kind: str) -> None:
         super()._move(key, kind)
         if kind not in (WORKING, MESSAGES):
@@ -53,6 +99,8 @@ class StepLedger(Accounting):
         issued: operations of torch.distributed, in order.
         operations: operations that launch work.
         waits: times that the host reads a number off the device within acts of the pipeline.
+        acts: pipeline actions that compute.
+        repeated: those of them that were counted instead of run.
         account: called when an act has computed, to tell `holdings` which tensors are what.
     """
 
@@ -60,7 +108,7 @@ class StepLedger(Accounting):
         super().__init__()
         self.holdings: StepHoldings = StepHoldings()
         self.issued: list[Issued] = []
-        self.operations = self.waits = 0
+        self.operations = self.waits = self.acts = self.repeated = 0
         self.account: Callable[[], None] = lambda: None
         self._acting = False
 
@@ -82,8 +130,47 @@ class StepLedger(Accounting):
         yield
         self._acting = False
         if act.kind in COMPUTE:
+            self.acts += 1
             self.account()
         self.holdings.settle()
+        self.holdings.where = ""
+
+    def record(
+        self, run: Callable[[], Sequence[Tensor]], entered: Sequence[weakref.ref[UntypedStorage]]
+    ) -> ActRecord:
+        """Run an action, and tell what it did.
+
+        Args:
+            run: runs it; returns the tensors that leave its stage.
+            entered: storages that have entered its stage for it, or for an earlier action.
+        """
+        holdings, begun = self.holdings, (len(self.issued), self.operations, self.waits)
+        holdings.settle()
+        before, apart = holdings.held(), holdings.beside(one() for one in entered)
+        with holdings.own_peak():
+            left = [tensor.untyped_storage() for tensor in run()]
+            peak = holdings.at_peak
+        after = holdings.beside([*(one() for one in entered), *left])
+        return ActRecord(
+            tuple(self.issued[begun[0] :]),
+            self.operations - begun[1],
+            self.waits - begun[2],
+            _grown(before, peak),
+            _grown(apart, after),
+        )
+
+    def repeat(self, record: ActRecord, act: Act) -> None:
+        """Count an action that does not run as one that did what was recorded."""
+        self.issued += record.issued
+        self.operations += record.operations
+        self.waits += record.waits
+        self.acts += 1
+        self.repeated += 1
+        self.holdings.settle()
+        self.holdings.where = str(act)
+        self.holdings.add(record.peak)
+        self.holdings.add(record.peak, sign=-1)
+        self.holdings.add(record.after)
         self.holdings.where = ""
 
     def read_by_host(self) -> None:
@@ -104,6 +191,12 @@ class StepLedger(Accounting):
             new = empty and not self.holdings.knows(tensor)
             self.holdings.know(tensor, HOST if new and made_on_host(project_line()) else WORKING)
         return result
+
+
+def _grown(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """How many bytes more there are of each category."""
+    sizes = {kind: after.get(kind, 0) - before.get(kind, 0) for kind in {*before, *after}}
+    return {kind: size for kind, size in sizes.items() if size}
 
 
 def _issued(call: Call) -> Issued:

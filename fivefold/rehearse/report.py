@@ -50,7 +50,7 @@ class RehearsalReport:
 
     def text(self) -> str:
         """A table of needs, one of bytes, and the verdict in the last line."""
-        lines = [self.title, "", *self._needs(), "", *self._sent(), ""]
+        lines = [self.title, *self._repeated(), "", *self._needs(), "", *self._sent(), ""]
         worst = max(script.peak for script in self.scripts)
         room = "fits in" if worst <= self.capacity else "DOES NOT FIT in"
         lines.append(f"peak {human_bytes(worst)} {room} {human_bytes(self.capacity)}")
@@ -86,6 +86,8 @@ class RehearsalReport:
                     "operations": script.operations,
                     "waits": script.waits,
                     "sent": script.by_axis(),
+                    "acts": script.acts,
+                    "repeated": script.repeated,
                     "seconds": script.seconds,
                 }
                 for name, script, planned in zip(
@@ -93,6 +95,15 @@ class RehearsalReport:
                 )
             ],
         }
+
+    def _repeated(self) -> list[str]:
+        acts, repeated = (sum(getattr(s, n) for s in self.scripts) for n in ("acts", "repeated"))
+        if not repeated:
+            return []
+        return [
+            f"{repeated:,} of {acts:,} forwards and backwards repeat those of earlier microbatches "
+            "and are counted, not run (--microbatches every runs them)"
+        ]
 
     def _needs(self) -> list[str]:
         kinds = list(dict.fromkeys(kind for s in self.scripts for kind in s.held))

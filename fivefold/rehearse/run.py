@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import numpy as np
@@ -27,6 +27,7 @@ from fivefold.layout import Layout
 from fivefold.model.moe.routing import Router
 from fivefold.rehearse.kernels import one_kernel_each
 from fivefold.rehearse.ledger import StepHoldings, StepLedger
+from fivefold.rehearse.repeats import RepeatingRun, UnlikeMicrobatchesError
 from fivefold.rehearse.script import GRADIENTS, OPTIMIZER, WEIGHTS, Script
 from fivefold.rehearse.shadow import Shadow
 from fivefold.rehearse.world import pretended_world
@@ -37,7 +38,12 @@ from fivefold.train.ranks.signals import held_back
 
 
 def rehearse_ranks(
-    layout: Layout, ranks: Sequence[int], *, gpus: bool = True, processes: int = 1
+    layout: Layout,
+    ranks: Sequence[int],
+    *,
+    gpus: bool = True,
+    every: bool = False,
+    processes: int = 1,
 ) -> list[Script]:
     """The scripts of some ranks.
 
@@ -45,12 +51,13 @@ def rehearse_ranks(
         layout: as `roles.rehearsed_layout` makes it.
         ranks: ranks to rehearse.
         gpus: whether they are to run on GPUs, or on CPUs with gloo.
+        every: whether to run every microbatch, also those that repeat others.
         processes: processes in which they run; one: this one.
 
     Raises:
         FivefoldError: one of the processes was killed.
     """
-    one = partial(rehearse_rank, layout, gpus=gpus)
+    one = partial(rehearse_rank, layout, gpus=gpus, every=every)
     if processes == 1:
         return [one(rank) for rank in ranks]
     # Forked, as ranks are for training: this process has run no backward and has no threads.
@@ -69,19 +76,30 @@ def rehearse_ranks(
             raise
 
 
-def rehearse_rank(layout: Layout, rank: int, *, gpus: bool = True) -> Script:
-    """One step of one rank, on tensors that have shapes but no values."""
+def rehearse_rank(layout: Layout, rank: int, *, gpus: bool = True, every: bool = False) -> Script:
+    """One step of one rank, on tensors that have shapes but no values; see `rehearse_ranks`."""
     start = time.perf_counter()
+    if not every:
+        with suppress(UnlikeMicrobatchesError):
+            return _rehearse(layout, rank, start, gpus=gpus, repeats=True)
+    return _rehearse(layout, rank, start, gpus=gpus, repeats=False)
+
+
+def _rehearse(layout: Layout, rank: int, start: float, *, gpus: bool, repeats: bool) -> Script:
     with warnings.catch_warnings():
         # FSDP2 calls functions of torch that torch itself has renamed.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         kernels = one_kernel_each() if gpus else nullcontext()
         with pretended_world(rank, layout.grid.world_size, gpus=gpus), kernels:
-            return watched_step(layout, rank, Shadow(gpus=gpus), started=start)
+            return watched_step(layout, rank, Shadow(gpus=gpus), started=start, repeats=repeats)
 
 
 def watched_step(
-    layout: Layout, rank: int, *watches: Watch, started: float | None = None
+    layout: Layout,
+    rank: int,
+    *watches: Watch,
+    started: float | None = None,
+    repeats: bool = False,
 ) -> Script:
     """Build the engine of a rank, run one step, and record it.
 
@@ -92,6 +110,10 @@ def watched_step(
         rank: number of this rank.
         watches: who else watches, such as a `Shadow`, by which operations run.
         started: time from which the seconds are counted, by `time.perf_counter`; None: now.
+        repeats: whether microbatches that repeat others are counted instead of run.
+
+    Raises:
+        UnlikeMicrobatchesError: they do not repeat others.
     """
     started = time.perf_counter() if started is None else started
     ledger = StepLedger()
@@ -111,6 +133,8 @@ def watched_step(
                 gradients.unshard()  # as the step before would have done
         ledger.forget()
         chosen = ChosenExperts(engine.model.stages, engine.groups)
+        if repeats:
+            engine.model.executor.begin = partial(RepeatingRun, ledger, chosen)
         with chosen:
             found = engine.gradients(microbatches_of(layout))
             ledger.account()
@@ -132,6 +156,8 @@ def watched_step(
         ledger.operations,
         ledger.waits,
         {axis: size for axis, size in by_axis(expected).items() if size},
+        ledger.acts,
+        ledger.repeated,
         time.perf_counter() - started,
     )
 

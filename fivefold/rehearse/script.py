@@ -47,6 +47,8 @@ class Script:
         operations: operations that launch work.
         waits: times that the host reads a number off the device while the step still runs.
         sent: bytes that theory says this rank sends, by mesh axis.
+        acts: number of pipeline actions that compute.
+        repeated: those of them that were counted instead of run.
         seconds: time that the rehearsal of the rank took.
     """
 
@@ -60,6 +62,8 @@ class Script:
     operations: int
     waits: int
     sent: Mapping[str, float]
+    acts: int
+    repeated: int
     seconds: float
 
     def by_axis(self) -> dict[str, float]:

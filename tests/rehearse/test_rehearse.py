@@ -417,7 +417,7 @@ def test_a_circular_wait_of_three_ranks_is_named() -> None:
         issued = tuple(Issued("all_reduce", g, 8, "float32", 8.0, None, 0, ()) for g in groups)
         ranks = {"01": (0, 1), "12": (1, 2), "20": (0, 2)}
         members = {g: ranks[g] for g in groups}
-        return Script(rank, members, {}, issued, 0, "", {}, 0, 0, {}, 0.0)
+        return Script(rank, members, {}, issued, 0, "", {}, 0, 0, {}, 0, 0, 0.0)
 
     def told(rank: int) -> str:
         return f"({rank})"

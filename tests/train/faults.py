@@ -25,7 +25,7 @@ from fivefold.cli.main import main
 from fivefold.mesh.slices import local_tensor
 from fivefold.optim.adamw import AdamW
 from fivefold.parallel_model import ParallelModel
-from fivefold.pipeline.run.executor import _Step
+from fivefold.pipeline.run.executor import ProgramRun
 from fivefold.train import places, run
 from fivefold.train.engine import Engine
 from fivefold.train.ranks.rank_env import read_rank_env
@@ -50,8 +50,8 @@ LAYOUTS = {  # ranks, flags
 PHASES: dict[str, tuple[Any, str]] = {  # what is called in it
     "start": (places, "init_process_group"),
     "data": (run, "make_trainer"),
-    "forward": (_Step, "_forward"),
-    "backward": (_Step, "_differentiate"),
+    "forward": (ProgramRun, "_forward"),
+    "backward": (ProgramRun, "_differentiate"),
     "reduction": (ParallelModel, "finish_gradients"),
     "optimizer": (AdamW, "step"),
     "save": (Checkpointer, "_write"),
@@ -178,11 +178,11 @@ def _not_a_number(case: Case) -> Iterator[None]:
     def parameter_of(model: ParallelModel) -> torch.nn.Parameter:
         return next(p for p in model.parameters().values() if local_tensor(p).numel())
 
-    def run_stage(step: _Step, act: Any, x: torch.Tensor | None) -> torch.Tensor:
+    def run_stage(step: ProgramRun, act: Any, x: torch.Tensor | None) -> torch.Tensor:
         module = step._on.stages[act.stage]
         wanted = {"loss": module.parts.head, "activation": True, "cotangent": True}
         if not due() or not wanted.get(case.deed):
-            return originals[_Step, "_run_stage"](step, act, x)
+            return originals[ProgramRun, "_run_stage"](step, act, x)
         spoilt = module if case.deed == "loss" else [*module.layers.values()][-1].mlp
         forward = spoilt.forward
 
@@ -194,7 +194,7 @@ def _not_a_number(case: Case) -> Iterator[None]:
             return out * float("nan")
 
         with patch.object(spoilt, "forward", spoil_forward):
-            return originals[_Step, "_run_stage"](step, act, x)
+            return originals[ProgramRun, "_run_stage"](step, act, x)
 
     def finish_gradients(model: ParallelModel) -> None:
         originals[ParallelModel, "finish_gradients"](model)
@@ -223,7 +223,7 @@ def _not_a_number(case: Case) -> Iterator[None]:
 
 
 _SEAMS: dict[str, tuple[Any, str]] = {
-    "stage": (_Step, "_run_stage"),
+    "stage": (ProgramRun, "_run_stage"),
     "gradient": (ParallelModel, "finish_gradients"),
     "parameter": (Engine, "gradients"),
     "moment": (AdamW, "step"),

@@ -11,7 +11,7 @@ import pytest
 from fivefold.cli.main import main
 from fivefold.mesh.grid import Grid
 from fivefold.pipeline.ir import Act, Direction, Kind, Message
-from fivefold.pipeline.run.executor import _Step
+from fivefold.pipeline.run.executor import ProgramRun
 from fivefold.train.health.activity import Activity
 from fivefold.train.health.stragglers import compare
 from fivefold.train.ranks.rank_env import read_rank_env
@@ -64,9 +64,9 @@ def test_a_slow_replica_of_a_run_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text("some words that are read again and again\n" * 3000)
-    original = _Step._run_stage
+    original = ProgramRun._run_stage
 
-    def slowed(step: _Step, *args: Any) -> Any:
+    def slowed(step: ProgramRun, *args: Any) -> Any:
         if read_rank_env().rank == 1:
             time.sleep(0.2)
         return original(step, *args)
@@ -74,7 +74,7 @@ def test_a_slow_replica_of_a_run_is_named(
     words = ["train", "debug", "--nproc", "2", "--train-iters", "4", "--log-interval", "2"]
     words += ["--seq-length", "32", "--global-batch-size", "4", "--log-straggler"]
     words += ["--data-path", str(tmp_path / "text.txt"), "--save", str(tmp_path / "run")]
-    with patch.object(_Step, "_run_stage", slowed):
+    with patch.object(ProgramRun, "_run_stage", slowed):
         assert main(words) == 0
     said = " ".join(capfd.readouterr().out.split())
     assert said.count("stragglers in 2 steps: rank 1 PP(0) DP(1) CP(0) TP(0) computes ") == 2

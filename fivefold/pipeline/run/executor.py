@@ -26,7 +26,7 @@ from fivefold.pipeline.ir import (
     Program,
 )
 from fivefold.pipeline.run.interleaver import Interleaver
-from fivefold.pipeline.run.messages import StepMessages
+from fivefold.pipeline.run.messages import Address, StepMessages
 from fivefold.tensor.deferred_weight import DeferredWeights, Work
 
 Observer = Callable[[Act], AbstractContextManager[object]]
@@ -70,6 +70,7 @@ class Executor:
         loss_scale: factor of the loss in its gradients, scalar; None: 1.
         lines: groups of two ranks by sender and receiver, for messages between them; other messages
             use `group`.
+        begin: what runs a program; None: `ProgramRun`.
     """
 
     stages: Mapping[int, Stage]
@@ -86,6 +87,7 @@ class Executor:
     loss_scale: Tensor | None = None
     states_into: Callable[[int], int] | None = None
     lines: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+    begin: "Callable[[Executor, Program, Sequence[Batch], Tensor], ProgramRun] | None" = None
 
     @property
     def pp_rank(self) -> int:
@@ -106,7 +108,7 @@ class Executor:
         Returns:
             This rank's sums. Gradients are on the parameters, reductions started.
         """
-        return _Step(self, program, batches, scale).run()
+        return (self.begin or ProgramRun)(self, program, batches, scale).run()
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,8 @@ class StepSums:
     noted: Tensor
 
 
-class _Step:
-    """The state of one run of a program.
+class ProgramRun:
+    """The state of one run of a program, as `Executor.run` takes it.
 
     One class because every kind of action reads and writes the same few tables by microbatch.
     """
@@ -159,6 +161,7 @@ class _Step:
         self._last_weights = {kid.stage: kid for kid in weights}
 
     def run(self) -> StepSums:
+        """Run all actions of this rank; see `Executor.run`."""
         with torch.set_grad_enabled(not self._program.forward_only):
             for act in self._acts:
                 self._on.enter(act)
@@ -210,6 +213,9 @@ class _Step:
             if kid.kind in READS_PARAMETERS:
                 self._on.gradients[kid.stage].await_unshard()
         self._on.enter(act)
+        self._observed(act)
+
+    def _observed(self, act: Act) -> None:
         with self._on.observe(act):
             self._run(act)
 
@@ -229,11 +235,17 @@ class _Step:
                 self._backward_weights(act)
 
     def _await(self, act: Act) -> None:
+        if (address := self._input_of(act)) is not None:
+            self._mail.wait(address)
+
+    def _input_of(self, act: Act) -> Address | None:
+        """The address of the tensor that another stage sends for an action; None: none does."""
         parts = self._on.stages[act.stage].parts
         if act.kind is Kind.F and not parts.embedding:
-            self._mail.wait((Direction.FORWARD, *act.piece))
+            return Direction.FORWARD, *act.piece
         if act.kind in (Kind.B, Kind.BW) and not parts.head:
-            self._mail.wait((Direction.BACKWARD, *act.piece))
+            return Direction.BACKWARD, *act.piece
+        return None
 
     def _forward(self, act: Act) -> None:
         piece, module = act.piece, self._on.stages[act.stage]

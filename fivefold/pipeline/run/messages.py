@@ -64,6 +64,10 @@ class StepMessages:
             work.wait()
             self._incoming[address] = (None, tensor)
 
+    def arrived(self, address: Address) -> Tensor:
+        """A tensor that has been waited for, and stays to be taken."""
+        return self._incoming[address][1]
+
     def take(self, address: Address) -> Tensor:
         """Remove and return a tensor that has been waited for."""
         return self._incoming.pop(address)[1]
