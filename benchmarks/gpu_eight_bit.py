@@ -68,13 +68,14 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
 
 def usual(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call among many that follow each other."""
+    repeats, warmup = (REPEATS, WARMUP) if device.type == "cuda" else (1, 1)  # a dry run
 
     def several() -> None:
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             work()
 
-    times = [seconds(several, device) for _ in range(WARMUP + 3)]
-    return statistics.median(times[WARMUP:]) / REPEATS
+    times = [seconds(several, device) for _ in range(warmup + 3)]
+    return statistics.median(times[warmup:]) / repeats
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 The engine of `fivefold train` on one rank: sixteen small Llama layers, eight microbatches of one
 row, so that the GPU waits for its host throughout. Prints a line of JSON for each precision and way
-to keep masters, with the least seconds of some steps. `--dry` has fewer layers, on a CPU, whose own
-work is then in the time.
+to keep masters, with the least seconds of some steps. `--dry` has fewer layers and steps, on a CPU,
+whose own work is then in the time.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,8 @@ from fivefold.train.engine import Engine
 from fivefold.train.ranks.join import init_process_group
 from fivefold.train.ranks.rank_env import RankEnv
 
-WARMUP, STEPS, MICROBATCHES = 3, 6, 8
+MICROBATCHES = 8
+WARMUP, STEPS = {False: 3, True: 1}, {False: 6, True: 1}
 LAYERS = {False: 16, True: 2}
 REMAINDERS = {"use_precision_aware_optimizer": True, "store_param_remainders": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -47,7 +48,7 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
         def step(engine: Engine = engine, microbatches: Any = microbatches) -> None:
             engine.step(microbatches)
 
-        times = [seconds(step, device) for _ in range(WARMUP + STEPS)][WARMUP:]
+        times = [seconds(step, device) for _ in range(WARMUP[dry] + STEPS[dry])][WARMUP[dry] :]
         yield {"kind": kind, "seconds": min(times) / LAYERS[dry] / MICROBATCHES}
 
 

@@ -39,6 +39,7 @@ FENCE = re.compile(r"^```(\w*) *(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
 HEREDOC = re.compile(r"^cat > (\S+) << 'END'\n(.*?)^END$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
+NUMBER = re.compile(r"\d[\d.,]*(e[-+]\d+)?( [mu]?s\b)?")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 OF_A_CLUSTER = {"srun"}
 """Programs that pages name and that no machine of a developer has."""
@@ -112,6 +113,33 @@ def _dry_run(line: str) -> tuple[int, str]:
     return status, out.getvalue()
 
 
+def plain(text: str) -> list[str]:
+    """Lines without their numbers and times, since those of a run's speed differ.
+
+    Nor with the worst parameter, which is a matter of rounding.
+    """
+    lines = [" ".join(NUMBER.sub("#", line).split()) for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("worst")]
+
+
+def unsaid(shown: str, printed: str) -> list[str]:
+    """The lines of the first part of what a page shows that was not printed, in one piece."""
+    said = plain(printed)
+    for part in re.split(r"^\.\.\.$", shown, flags=re.MULTILINE):
+        lines = plain(part)
+        places = range(len(said) - len(lines) + 1)
+        if not any(said[place : place + len(lines)] == lines for place in places):
+            return lines
+    return []
+
+
+def test_a_page_leaves_out_no_line_without_saying_so() -> None:
+    printed = "size 1 B\nworst x\ntime 2 s\n\nall is well"
+    assert not unsaid("size 5 B\ntime 3.1 ms\n\n", printed)
+    assert not unsaid("size 5 B\n...\nall is well", printed)
+    assert unsaid("size 5 B\nall is well", printed) and unsaid("time 2 s\nsize 1 B", printed)
+
+
 def test_there_is_something_to_test() -> None:
     assert len(PAGES) > 10 and len(COMMANDS) > 30
 
@@ -127,6 +155,8 @@ def test_commands_are_accepted(command: Command) -> None:
         assert status == (2 if wrong else 0), said
         if wrong:
             assert command.output in said
+        elif "--dry-run" in argv:
+            assert not unsaid(command.output, said), said
     elif verb in VERBS:
         options = import_module(f"fivefold.cli.{verb}").Options
         if "recipe" in {field.name for field in fields(options)}:

@@ -11,30 +11,27 @@ import json
 import multiprocessing
 import os
 import re
-import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from tests.command_lines import work
 from tests.programs import Program
-from tests.search.once import once
-from tests.test_docs import DOCS, HEREDOC, LINK, ROOT, Command, _blocks, _commands
+from tests.test_docs import DOCS, HEREDOC, LINK, ROOT, Command, _blocks, _commands, unsaid
 
 pytestmark = pytest.mark.slow
 
 HERE = ("debug", "debug-mixtral", "demo")  # recipes that this machine can train
 TELLING = ("plan", "rehearse", "schedule", "verify")  # verbs that write only what is asked for
 NAMED = re.compile(r"fivefold train debug( --nproc 2 --[tp]p 2)?")  # the tutorial has their losses
-SMALL, FEW = " --data-path my-texts", " --gbs 2"
+COMPUTING = ("eval", "sample", "train", "verify")  # verbs that leave a process changed
+SMALL, FEW, SHORT = " --data-path my-texts", " --gbs 2", " --train-iters 6"
+PROFILED = " --profile-step-start 3 --profile-step-end 5"
 FILE = re.compile(r"^runs/|\.[a-z]+$")
 STEP = re.compile(r"^ *\d+/\d+ ", re.MULTILINE)
-NUMBER = re.compile(r"\d[\d.,]*(e[-+]\d+)?( [mu]?s\b)?")
 SECONDS = 240
-EFFORT = (15_000, 8_000, 1_500)
-"""A small part of the planner's usual work, of which tests/search/ see what it finds: pages show
-what is said and not by which layout it is said, and a search ends in the same ways."""
 
 
 def in_reading_order() -> list[Path]:
@@ -56,7 +53,9 @@ def steps_of(page: Path) -> Iterator[Command]:
         elif argv[0] == "train" and "--dry-run" not in argv and not NAMED.fullmatch(command.line):
             small = "" if {"--data-path", "--mock-data"} & {*argv} else SMALL
             few = FEW if argv[1] != "demo" else " --gbs 4"  # of microbatches of two
-            yield Command(page, command.line + small + few, command.output)
+            short = "" if "--train-iters" in argv else SHORT
+            short += PROFILED if "--profile" in argv else ""
+            yield Command(page, command.line + small + few + short, command.output)
         elif not argv[0].startswith("--"):
             yield command
 
@@ -64,15 +63,15 @@ def steps_of(page: Path) -> Iterator[Command]:
 def only_tells(command: Command) -> bool:
     """Whether no page shows what a command prints, and it has to do with no file: then it proves
     what the tests of its room do, and tests/test_docs.py sees that its flags are taken; or it is a
-    dry run, which that makes, too."""
+    dry run, which that makes, too, and compares with what its page shows."""
     verb, *words = command.argv or [""]
     alone = verb in TELLING and not any(map(FILE.search, words))
-    return (alone or "--dry-run" in words) and not command.output
+    return "--dry-run" in words or (alone and not command.output)
 
 
 def prepare(folder: Path) -> None:
     """The texts that pages speak of, and the files that they have the reader write."""
-    lines = [f"def function_{n}(x):\n    return x + {n}\n" for n in range(1500)]
+    lines = [f"def function_{n}(x):\n    return x + {n}\n" for n in range(800)]
     for name in ("my-texts/a.md", "more-texts/a.txt", "code/a.py", "a.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("\n".join(lines), encoding="utf-8")
@@ -82,28 +81,6 @@ def prepare(folder: Path) -> None:
     for block in _blocks("sh"):
         for name, content in HEREDOC.findall(block.text):
             (folder / name).write_text(content, encoding="utf-8")
-
-
-def work(channel: Connection) -> None:
-    """In a process of its own: run command lines; send the status of each and all it prints."""
-    from fivefold import process
-    from fivefold.cli.main import main
-    from fivefold.search import branch_and_bound, search
-
-    search.search = once(search.search)  # a plan is shown as text, as a recipe, as a page
-    process.begin()  # as a program does
-    output = Path(f".output-{os.getpid()}")
-    while True:
-        argv = channel.recv()
-        if argv[0] == "plan":
-            search.WORK, branch_and_bound.TO_IMPROVE, branch_and_bound.TO_TRADE = EFFORT
-        with output.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            status = main(argv)
-            sys.stdout.flush()
-            sys.stderr.flush()
-        channel.send((status, output.read_text(encoding="utf-8")))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +98,7 @@ def said() -> dict[str, str]:
 
 
 class Reader:
-    """Runs command lines: each in a process of its own, and all that only plan in one.
+    """Runs command lines: those that train in a process of its own each, all others in one.
 
     The processes have imported PyTorch when they begin.
     """
@@ -130,12 +107,12 @@ class Reader:
         self._folder = folder
         self._env = os.environ | {"HOME": str(folder), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         self._env["XDG_CACHE_HOME"] = str(folder / ".cache")
-        self._planner = self._start()
+        self._lasting = self._start()
 
     def run(self, argv: list[str]) -> tuple[int, str]:
         """The status and the output of a command line."""
-        if argv[0] in ("plan", "schedule"):
-            return self._ask(*self._planner, argv)
+        if argv[0] not in COMPUTING:
+            return self._ask(*self._lasting, argv)
         process, channel = self._start()
         try:
             return self._ask(process, channel, argv)
@@ -144,7 +121,7 @@ class Reader:
             process.wait()
 
     def close(self) -> None:
-        self._planner[0].kill()
+        self._lasting[0].kill()
 
     def _start(self) -> tuple[Program, Connection]:
         ours, theirs = multiprocessing.Pipe()
@@ -172,33 +149,6 @@ def expected_status(command: Command) -> int:
     if command.output.startswith("error:"):
         return 2
     return 1 if "--plant" in command.argv else 0
-
-
-def plain(text: str) -> list[str]:
-    """Lines without their numbers and times, since those of a run's speed differ.
-
-    Nor with the worst parameter, which is a matter of rounding.
-    """
-    lines = [" ".join(NUMBER.sub("#", line).split()) for line in text.splitlines()]
-    return [line for line in lines if line and not line.startswith("worst")]
-
-
-def unsaid(shown: str, printed: str) -> list[str]:
-    """The lines of the first part of what a page shows that was not printed, in one piece."""
-    said = plain(printed)
-    for part in re.split(r"^\.\.\.$", shown, flags=re.MULTILINE):
-        lines = plain(part)
-        places = range(len(said) - len(lines) + 1)
-        if not any(said[place : place + len(lines)] == lines for place in places):
-            return lines
-    return []
-
-
-def test_a_page_leaves_out_no_line_without_saying_so() -> None:
-    printed = "size 1 B\nworst x\ntime 2 s\n\nall is well"
-    assert not unsaid("size 5 B\ntime 3.1 ms\n\n", printed)
-    assert not unsaid("size 5 B\n...\nall is well", printed)
-    assert unsaid("size 5 B\nall is well", printed) and unsaid("time 2 s\nsize 1 B", printed)
 
 
 @pytest.mark.timeout(600)

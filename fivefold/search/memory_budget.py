@@ -229,16 +229,21 @@ class MemoryChooser:
                 return
 
     def _limited(self, settings: Settings) -> None:
-        """Offer the highest limit on microbatches in flight with which these settings fit."""
+        """Offer the highest limit on microbatches in flight with which these settings fit.
+
+        A lower limit is never faster, so that only limits that beat the best so far are of use.
+        """
         low, high = 0, len(self.limits)
-        while low < high:  # the limits up to `low` fit, those above `high` do not
-            middle = (low + high + 1) // 2
+        middle = high
+        while low < high:  # the limits up to `low` fit or are of no use, those above `high` not fit
             found = self.timed({**settings, LIMIT: middle})
-            if found is not None and found.memory.fits:
+            fits = found is not None and found.memory.fits
+            if found is not None and (fits or not self._beats(found)):
                 self._offer(found)
                 low = middle
-            else:
+            if not fits:
                 high = middle - 1
+            middle = (low + high + 1) // 2
 
     def _stages(self, ways: Sequence[tuple[Candidate, Settings]]) -> None:
         """Offer numbers of recomputed layers for each stage."""

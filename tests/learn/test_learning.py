@@ -64,11 +64,12 @@ def test_of_no_run_nothing_is_learned() -> None:
     assert known.doubts.tolist() == pytest.approx([c.doubt(prior) for c in CONSTANTS])
 
 
-def test_runs_on_another_machine_tell_it_and_what_new_layouts_take() -> None:
+@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_runs_on_another_machine_tell_it_and_what_new_layouts_take(machines: int) -> None:
     """Six of twenty layouts are run; the others' times are then known within the interval."""
     random, prior, space = np.random.default_rng(0), preset("H100", 16), layouts("llama3-8b", 16)
     inside = before = after = count = 0.0
-    for _ in range(2):
+    for _ in range(machines):
         doubts = [constant.doubt(prior) for constant in CONSTANTS]
         machine = moved(prior, (random.normal(size=len(doubts)) * doubts).tolist())
         order = random.permutation(len(space)).tolist()
