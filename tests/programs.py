@@ -4,7 +4,7 @@ before it runs any of them: to import all of it anew would take seven.
 
 `start(words)` runs `fivefold` with these words in a process of its own, as a shell would, and
 `run(words)` waits for its end. They are for tests of what a process does; that an interpreter can
-be started with `-m fivefold` is tested in tests/test_bad_input.py and under torchrun.
+be started with `-m fivefold` is tested in tests/test_bad_input.py.
 """
 
 import gc
@@ -27,6 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from fivefold.cli.main import program
 from fivefold.process import die_with_parent
@@ -141,7 +142,7 @@ class Program:
 
 def start(words: Sequence[str], **how: Any) -> Program:
     """`fivefold` with these words; see `Program`."""
-    return Program(_fivefold, [*words], **how)
+    return Program(fivefold, [*words], **how)
 
 
 def run(words: Sequence[str], timeout: float = 200.0, **how: Any) -> CompletedProcess[str]:
@@ -156,7 +157,23 @@ def run(words: Sequence[str], timeout: float = 200.0, **how: Any) -> CompletedPr
     return CompletedProcess([*words], process.returncode, out, err)
 
 
-def _fivefold(words: list[str]) -> None:
+def torchrun(ranks: int, body: Callable[..., int | None], *arguments: Any) -> None:
+    """What torchrun does, with ranks forked from it; call it in a process of its own."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="standalone",
+        start_method="fork",
+        max_restarts=0,
+    )
+    elastic_launch(config, body)(*arguments)
+
+
+def fivefold(words: list[str]) -> None:
+    """The program, in a process of its own."""
     sys.argv = ["fivefold", *words]
     program()
 
