@@ -75,15 +75,28 @@ def _file(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fork the pool's helper now: no test has yet made this process unfit for it.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Fork the processes from which programs and ranks are forked: no test has yet made this
+    process unfit for it.
 
     What has been imported is never garbage; nobody looks through it again, here or in ranks. And
     garbage stays rarely looked for: with all that tests import, that took a tenth of their time.
     """
+    if session.config.option.collectonly:
+        return
+    ranks = any("pool" in getattr(item, "fixturenames", ()) for item in session.items)
+    ranks = ranks or "tests.pool" in sys.modules
     gc.freeze()
-    wanted = any("pool" in getattr(item, "fixturenames", ()) for item in session.items)
-    if (wanted or "tests.pool" in sys.modules) and not session.config.option.collectonly:
+    if ranks:
+        from fivefold.train.ranks.children import import_what_ranks_import
+
+        import_what_ranks_import()
+    if "tests.programs" in sys.modules:
+        from tests import programs
+
+        programs.begin()
+    if ranks:
         _pool()
 
 

@@ -1,28 +1,36 @@
 """Processes of the program, forked from one that has imported PyTorch: it takes milliseconds where
-a new interpreter computes for three seconds.
+a new interpreter computes for three seconds. That one is itself forked, from the tests' own process
+before it runs any of them: to import all of it anew would take seven.
 
 `start(words)` runs `fivefold` with these words in a process of its own, as a shell would, and
 `run(words)` waits for its end. They are for tests of what a process does; that an interpreter can
-be started with `-m fivefold` is tested in tests/test_bad_input.py and under torchrun.
+be started with `-m fivefold` is tested in tests/test_bad_input.py.
 """
 
 import gc
+import logging
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from fivefold.cli.main import program
+from fivefold.process import die_with_parent
 from tests.disk import do_not_wait
 
 VERBS = ("eval", "plan", "report", "schedule", "train", "verify")
@@ -39,6 +47,29 @@ def forking() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*(f"fivefold.cli.{verb}" for verb in VERBS), *ROOMS])
     return context
+
+
+def begin() -> None:
+    """Fork the process from which programs are forked, while nothing makes this one unfit for it:
+    neither threads, nor finalizers, nor what pytest redirects while it collects or runs tests."""
+    forking()
+    with patch.object(util, "spawnv_passfds", _fork):
+        forkserver.ensure_running()
+
+
+def _fork(_: object, arguments: Sequence[str], files: Sequence[int]) -> int:
+    """As the function of `multiprocessing` that would start a new interpreter with these arguments,
+    of which the last is a script. It imports what is missing once the first program is asked for.
+    """
+    parent = os.getpid()
+    if (pid := os.fork()) == 0:
+        try:
+            die_with_parent(parent)
+            select.select(files[:1], [], [])
+            exec(arguments[-1])
+        finally:
+            os._exit(0)
+    return pid
 
 
 class Program:
@@ -111,7 +142,7 @@ class Program:
 
 def start(words: Sequence[str], **how: Any) -> Program:
     """`fivefold` with these words; see `Program`."""
-    return Program(_fivefold, [*words], **how)
+    return Program(fivefold, [*words], **how)
 
 
 def run(words: Sequence[str], timeout: float = 200.0, **how: Any) -> CompletedProcess[str]:
@@ -126,7 +157,23 @@ def run(words: Sequence[str], timeout: float = 200.0, **how: Any) -> CompletedPr
     return CompletedProcess([*words], process.returncode, out, err)
 
 
-def _fivefold(words: list[str]) -> None:
+def torchrun(ranks: int, body: Callable[..., int | None], *arguments: Any) -> None:
+    """What torchrun does, with ranks forked from it; call it in a process of its own."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="standalone",
+        start_method="fork",
+        max_restarts=0,
+    )
+    elastic_launch(config, body)(*arguments)
+
+
+def fivefold(words: list[str]) -> None:
+    """The program, in a process of its own."""
     sys.argv = ["fivefold", *words]
     program()
 
@@ -153,6 +200,11 @@ def _become(
         with file.open(mode, encoding="utf-8") as opened:
             os.dup2(opened.fileno(), number)
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
+    # What pytest has put in their places.
+    logging.getLogger().handlers.clear()
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     if "OMP_NUM_THREADS" in env:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     begins.send_bytes(b"")

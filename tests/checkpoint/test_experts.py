@@ -85,12 +85,15 @@ def _on(rank: int, world: int, settings: Config, source: Path, folder: Path) -> 
 
 
 @shared_groups()
+@torch.no_grad()
 def _whole(rank: int, world: int, folders: list[Path]) -> list[dict[str, Tensor]]:
     """All that each folder holds, undivided."""
     found = []
+    engine = Engine(check(_config({}), 1), rank, torch.device("cpu"), initialises=False)
+    tensors = engine.stored_tensors()
     for folder in folders:
-        engine = Engine(check(_config({}), 1), rank, torch.device("cpu"), initialises=False)
-        tensors = engine.stored_tensors()
+        for tensor in tensors.values():
+            _local(tensor).zero_()
         Checkpointer(folder).load(None, tensors)
         found.append({name: _local(tensor).clone() for name, tensor in tensors.items()})
     return found

@@ -54,6 +54,7 @@ def _differ(rank: int, world: int, strategy: str, kept: str) -> list[str]:
     for masters in ("fp32", "bf16"):
         settings = config(
             LLAMA,
+            num_layers=1,
             precision="bf16",
             use_precision_aware_optimizer=True,
             main_params_dtype=masters,

@@ -24,7 +24,8 @@ from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
 from tests.engines import own_batch
 from tests.pool import Pool
-from tests.verify.cases import LLAMA, MIXTURE, MODELS, STAGES, chosen, config, named
+from tests.verify import cases
+from tests.verify.cases import MODELS, STAGES, chosen, config, named
 
 STEPS = 2
 AWAY = {"optimizer_cpu_offload": True}
@@ -40,6 +41,8 @@ HERE = {
 ROUNDED = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
 ROUNDED |= {"exp_avg_sq_dtype": "bf16"}
 EIGHT = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
+LLAMA, TIED, GPT = (replace(MODELS[name], num_layers=2) for name in ("llama", "llama tied", "gpt"))
+MIXTURE = replace(cases.MIXTURE, num_layers=2, moe_layer_freq="[0,1]")
 LONG_ROWS = replace(LLAMA, ffn_hidden_size=160)  # a block with a scale, and a part of one
 BUCKET = 800  # elements, so that several buckets share a room and matrices are cut
 GATHERED = {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True}
@@ -93,8 +96,8 @@ def _every_way(rank: int, world: int, settings: Config) -> None:
 
 ZERO1, ZERO2, ZERO3 = "optim", "optim_grads", "optim_grads_params"
 CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
-    "one rank": (1, MODELS["gpt"], {"strategy": "optim"}),
-    "one rank, whole, fp32": (1, MODELS["gpt"], {"precision": "fp32"}),
+    "one rank": (1, GPT, {"strategy": "optim"}),
+    "one rank, whole, fp32": (1, GPT, {"precision": "fp32"}),
     # Recomputed: else rows of tables are added up in fp32, and by FSDP2, which moves them, in bf16.
     "replicated, recomputed": (
         2,
@@ -105,7 +108,7 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "ZeRO-1, half": (2, LLAMA, {"strategy": ZERO1, "optimizer_offload_fraction": 0.5}),
     "ZeRO-2, tp, tied": (
         4,
-        MODELS["llama tied"],
+        TIED,
         {"strategy": ZERO2, "tp": 2, "clip_grad": 0.01, **ROUNDED},
     ),
     "ZeRO-3, one microbatch": (2, LLAMA, {"strategy": ZERO3, "global_batch_size": 2}),
@@ -143,7 +146,7 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "moments in 8 bits, ZeRO-3": (2, LONG_ROWS, {"strategy": ZERO3, **EIGHT}),
     "one moment in 8 bits, half": (
         2,
-        MODELS["gpt"],
+        GPT,
         {"optimizer_offload_fraction": 0.5, **EIGHT, "exp_avg_dtype": "bf16", "strategy": "optim"},
     ),
     "moments in 8 bits, experts": (
@@ -156,7 +159,7 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
         LONG_ROWS,
         {"strategy": ZERO1, "optimizer_offload_fraction": 0.01, **EIGHT},
     ),
-    "weights off the device, one rank": (1, MODELS["gpt"], OFF),
+    "weights off the device, one rank": (1, GPT, OFF),
     "weights off the device, replicas, fp64": (
         4,
         LLAMA,
@@ -164,7 +167,7 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
     ),
     "weights off the device, tp, tied, recomputed": (
         4,
-        MODELS["llama tied"],
+        TIED,
         OFF | {"tp": 2, "recompute_granularity": "full", "zero_quantized_weights": True},
     ),
     "weights off the device, experts, half": (
@@ -297,7 +300,7 @@ def test_a_refused_step_changes_no_bit_and_checkpoints_know_no_place(
         values |= {"param_offload_path": str(tmp_path / "away")}
     # Several types in one file, of which the narrow ones come last, and scales of blocks.
     values |= EIGHT | {"exp_avg_dtype": "bf16"}
-    settings = config(MODELS["llama tied"], 2, **values)
+    settings = config(TIED, 2, **values)
     pool.run(2, _refused_saved_and_loaded, settings, HERE, tmp_path, True)
 
 
@@ -307,7 +310,7 @@ def test_a_checkpoint_of_remainders_is_one_of_fp32_masters(pool: Pool, tmp_path:
     aware["store_param_remainders"] = True
     layout = named(pp=2, pipeline_model_parallel_layout="Et|tL", precision="bf16")
     # Few weights, of which none may lie halfway between two numbers of bf16.
-    settings = config(replace(MODELS["gpt"], num_layers=2), 2, **layout, **aware)
+    settings = config(GPT, 2, **layout, **aware)
     fp32 = {"store_param_remainders": False}
     seeds = ((settings.with_values(seed=seed), tmp_path / str(seed)) for seed in range(8))
     runs = (pool.run(2, _refused_saved_and_loaded, s, fp32, folder, False) for s, folder in seeds)

@@ -19,7 +19,8 @@ from fivefold.optim.rounding import LANES, MASTER, NamedElements
 
 CPU = torch.device("cpu")
 MASTERS = MASTER, torch.float32
-SHAPES = st.lists(st.lists(st.integers(0, 90), min_size=1, max_size=3).map(tuple), max_size=8)
+ROWS = st.lists(st.integers(0, 12), max_size=2).map(tuple)
+SHAPES = st.lists(st.builds(lambda rows, size: (*rows, size), ROWS, st.integers(0, 90)), max_size=8)
 
 
 def _likes(shape: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -225,7 +225,7 @@ def test_stopping_is_what_happens_unless_said(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with spoilt({21}, 1e6):
-        assert train(folder, "stop", "--check-for-spiky-loss") == 1
+        assert train(folder, "stop", "--check-for-spiky-loss", "--nproc", "1") == 1
     errors = capfd.readouterr().err
     assert "error: the loss of step 21 is a spike: 1e+06" in errors
     assert "the step was not taken" in errors

@@ -13,10 +13,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from fivefold.mesh.grid import Grid
-from tests.programs import Program
+from tests.programs import Program, torchrun
 from tests.train import faults
 from tests.train.faults import DEEDS, LAYOUTS, PHASES, SUBJECTS, Case
 
@@ -129,28 +128,13 @@ def test_the_rank_and_the_cause_are_named(found: Callable[[str], dict], name: st
     check(Case.of(name), found(name))
 
 
-def agent(ranks: int, words: list[str]) -> None:
-    """What torchrun does, with ranks forked from it: tests/train/test_run.py has its own."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id="standalone",
-        start_method="fork",
-        max_restarts=0,
-    )
-    elastic_launch(config, faults.run_and_leave)(words)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHRUN)
 def test_under_torchrun_too(corpus: Path, tmp_path: Path, name: str) -> None:
     case = Case.of(name)
     words = ["--torchrun", str(corpus), str(tmp_path), name]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = Program(agent, case.ranks, words, cwd=ROOT, env=env)
+    process = Program(torchrun, case.ranks, faults.run_and_leave, words, cwd=ROOT, env=env)
     _, errors = process.communicate(timeout=200)
     assert process.returncode != 0
     place = f"rank {case.rank} {GRIDS[case.layout].name(case.rank)}: "

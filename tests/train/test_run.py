@@ -190,13 +190,15 @@ def test_a_folder_that_is_moved_under_several_ranks_ends_them(cache: Path, tmp_p
     assert "while the run went on" in errors or "saving step" in errors, errors
 
 
+@pytest.mark.parametrize("ranks", chosen(["forked", "interpreters"], "forked"))
 def test_ranks_of_torchrun_have_one_owner_and_a_second_start_is_refused(
-    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], ranks: str
 ) -> None:
     run = tmp_path / "run"
     words = command(cache, run, "--tp", "2", "--save-interval", "0", "--train-iters", "100000")[3:]
-    torchrun = ["--standalone", "--nproc-per-node", "2", "-m", "fivefold"]
-    first = programs.Program(elastic.main, [*torchrun, *words])
+    torchrun = ["--standalone", "--nproc-per-node", "2", "-m", "fivefold", *words]
+    forked = (programs.torchrun, 2, programs.fivefold, words)
+    first = programs.Program(*(forked if ranks == "forked" else (elastic.main, torchrun)))
     wait_for(run / "metrics.jsonl", first)
     owner = json.loads((run / FILE).read_text())["pid"]
     started_ranks = psutil.Process(first.pid).children()
@@ -207,13 +209,13 @@ def test_ranks_of_torchrun_have_one_owner_and_a_second_start_is_refused(
     assert f"in use by process {owner} on" in capfd.readouterr().err
     env = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     env["MASTER_PORT"] = str(free_port())
-    ranks = [env | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]  # as torchrun starts them
+    each = [env | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]  # as torchrun starts them
     wrong = ["--seq-length", "0"]  # which each rank finds by itself, before it meets others
     for told, flags in (
         (f"in use by process {owner} on", []),
         ("seq_length must be at least 1", wrong),
     ):
-        again = [programs.start([*words, *flags], env=each) for each in ranks]
+        again = [programs.start([*words, *flags], env=of) for of in each]
         errors = [rank.communicate(timeout=100)[1] for rank in again]
         assert all(rank.returncode for rank in again)
         assert "".join(errors).count(told) == 1

@@ -233,7 +233,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (folder / "own" / "tokenizer.json").read_text()
     (folder / "chat" / "tokenizer.json").write_text(text)
     (folder / "chat" / "chat_template.jinja").write_text(TEMPLATE)
-    words += ["--tokenizer-model", str(folder / "chat" / "tokenizer.json")]
+    words += ["--tokenizer-model", str(folder / "chat" / "tokenizer.json"), "--nproc", "1"]
     assert main([*words, "--save", str(folder / "talks")]) == 0
     return folder
 

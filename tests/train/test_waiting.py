@@ -132,6 +132,7 @@ CASES = {
     "one rank": (1, "llama", SHORT),
     "one rank, bf16": (1, "gpt", SHORT | {"precision": "bf16"}),
     "ring": (2, "llama", SHORT | {"context_parallel_size": 2, "cp_comm_type": ("p2p",)}),
+    "tp": (2, "llama tied", flags(tp=2, sequence=True) | {"num_layers": 2}),
     "two copies": (
         2,
         "llama tied",
@@ -139,6 +140,14 @@ CASES = {
     ),
     **{
         strategy: (
+            4,
+            "llama tied",
+            flags(pp=2, dp=2, strategy=strategy, stages=STAGES[2, 2]),
+        )
+        for strategy in STRATEGIES
+    },
+    **{
+        f"{strategy}, tp": (
             8,
             "llama tied",
             flags(tp=2, pp=2, dp=2, sequence=True, strategy=strategy, stages=STAGES[2, 2]),
@@ -148,7 +157,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(CASES, "one rank, bf16", "ring", "two copies", "optim"))
+@pytest.mark.parametrize(
+    "case", chosen(CASES, "one rank, bf16", "ring", "tp", "two copies", "optim")
+)
 def test_nothing_waits_between_the_first_forward_and_the_last_update(case: str) -> None:
     world, model, values = CASES[case]
     for events in run(world, _events, config(MODELS[model], world, clip_grad=0.01, **values)):
@@ -219,7 +230,7 @@ def _refused(rank: int, world: int, settings: Config) -> None:
         assert _bits(ours) == _bits(theirs) != before
 
 
-@pytest.mark.parametrize("case", chosen(CASES, "one rank", "ring", "optim_grads_params"))
+@pytest.mark.parametrize("case", chosen(CASES, "one rank", "ring", "tp", "optim_grads_params"))
 def test_a_refused_step_leaves_every_bit_and_its_gradients(case: str) -> None:
     world, model, values = CASES[case]
     run(world, _refused, config(MODELS[model], world, clip_grad=0.01, lr=1e-2, **values))
