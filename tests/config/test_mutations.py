@@ -19,7 +19,7 @@ from tests.config.published import PUBLISHED
 from tests.config.published_multimodal import MULTIMODAL
 
 FILES = PUBLISHED | MULTIMODAL
-TIMES = pytest.mark.parametrize("times", [3_000, pytest.param(5_000, marks=pytest.mark.exhaustive)])
+TIMES = pytest.mark.parametrize("times", [1_500, pytest.param(5_000, marks=pytest.mark.exhaustive)])
 
 _BYTES = [
     b"",
