@@ -232,7 +232,7 @@ def unknown(fields: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", chosen(TINY, "llama", "qwen3_moe"))  # the test above draws of all
+@pytest.mark.parametrize("kind", chosen(TINY, *[*TINY][::60]))  # the test above draws of all
 def test_each_field_is_refused_by_name_or_read_as_transformers_reads_it(kind: str) -> None:
     fields = CASES[kind]
     read = {

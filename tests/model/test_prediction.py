@@ -124,10 +124,12 @@ def document_losses(stage: Stage, tokens: Tensor, labels: Tensor, weights: Tenso
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "depths"),
+    "case",
     chosen([*product(MODELS, (1, 2))], *product(MODELS, (2,)), *product([*MODELS][::6], (1,))),
+    ids=str,
 )
-def test_losses_and_gradients_are_those_of_the_equations(family: str, depths: int) -> None:
+def test_losses_and_gradients_are_those_of_the_equations(case: tuple[str, int]) -> None:
+    family, depths = case
     options: dict[str, Any] = {"mtp_loss_scaling_factor": FACTOR}
     ours, plain = (build(predicting(MODELS[family], depths), **options) for _ in range(2))
     lengths = [[4, 1, 5], [10]]

@@ -38,15 +38,16 @@ LENGTHS = {"whole": [[12], [12]], "packed": [[5, 1, 6], [12]]}  # of which one r
 
 
 @pytest.mark.parametrize(
-    ("family", "rows"),
+    "case",
     chosen(
         [*product(FAMILIES, LENGTHS)],
         *product(FAMILIES, ["packed"]),
         *product([*FAMILIES][::5], ["whole"]),
     ),
+    ids=str,
 )
-def test_logits_and_loss_equal_the_naive_transformer(family: str, rows: str) -> None:
-    lengths = LENGTHS[rows]
+def test_logits_and_loss_equal_the_naive_transformer(case: tuple[str, str]) -> None:
+    family, lengths = case[0], LENGTHS[case[1]]
     stage = build(FAMILIES[family])
     batch = batch_of(stage.model, lengths)
     expected = reference_of(stage, batch, lengths)
