@@ -19,7 +19,7 @@ from tests.config.published import PUBLISHED
 from tests.config.published_multimodal import MULTIMODAL
 
 FILES = PUBLISHED | MULTIMODAL
-TIMES = pytest.mark.parametrize("times", [1_500, pytest.param(5_000, marks=pytest.mark.exhaustive)])
+TIMES = pytest.mark.parametrize("times", [3_000, pytest.param(5_000, marks=pytest.mark.exhaustive)])
 
 _BYTES = [
     b"",
@@ -167,7 +167,7 @@ def test_mutated_toml_is_answered(name: str, times: int, tmp_path: Path) -> None
     chance = random.Random(name)
     file = tmp_path / "mine.toml"
     read = 0
-    for turn in range(times // len(_TOMLS) + 1):
+    for turn in range(times // (2 * len(_TOMLS)) + 1):
         if turn % 4 == 0:
             file.write_bytes(_mutated_bytes(_TOMLS[name].encode(), chance))
         else:
