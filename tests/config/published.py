@@ -1850,3 +1850,6 @@ OF_PRESETS: dict[str, Fields] = {
     "gpt-oss-120b": GPT_OSS_120B,
 }
 """Those of which the preset of this name was made."""
+
+OF_EACH_KIND = {fields["model_type"]: name for name, fields in PUBLISHED.items()}.values()
+"""Names of published files, one of each family."""

@@ -33,7 +33,7 @@ from tests.config.oracle import (
     oracle_windows,
     our_logits,
 )
-from tests.config.published import PUBLISHED
+from tests.config.published import OF_EACH_KIND, PUBLISHED
 from tests.model.models import batch_of
 from tests.verify.cases import chosen
 
@@ -282,10 +282,6 @@ _OTHER_VALUES = {
 
 def _written_out(model: ModelConfig) -> ModelConfig:
     return replace(model, num_query_groups=model.num_kv_heads, kv_channels=model.head_dim)
-
-
-OF_EACH_KIND = {fields["model_type"]: name for name, fields in PUBLISHED.items()}.values()
-"""Names of published files, one of each family."""
 
 
 @pytest.mark.parametrize("name", chosen(PUBLISHED, *OF_EACH_KIND))

@@ -80,7 +80,7 @@ def _logits(stage: Stage, model: ModelConfig) -> torch.Tensor:
 
 
 # Of the others, weights that are converted come back to the byte (test_huggingface.py).
-@pytest.mark.parametrize("kind", chosen(KINDS, *TABLES[::3]))
+@pytest.mark.parametrize("kind", chosen(KINDS, *TABLES[::2]))
 def test_merged_weights_have_our_logits(kind: str, tmp_path: Path) -> None:
     theirs = written(kind, tmp_path / "base").eval()
     kinds = {"use_rslora": kind in KINDS[::3], "use_dora": kind in KINDS[::2]}

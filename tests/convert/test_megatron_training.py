@@ -50,7 +50,7 @@ from tests.convert.make_megatron_training import (
     make,
 )
 from tests.pool import run
-from tests.verify.cases import named, shared_groups
+from tests.verify.cases import chosen, named, shared_groups
 
 LLAMA = ModelConfig(
     num_layers=2,
@@ -201,7 +201,10 @@ def check_next_step(layout: str, folder: Path) -> None:
         assert all(off < 1e-6 and moved > 5e-3 for _, off, moved in found)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Key heads on several ranks are read from flattened parts too, and shards in other rows.
+@pytest.mark.parametrize(
+    "layout", chosen(LAYOUTS, *(LAYOUTS.keys() - {"tp 4 over two key heads", "HSDP"}))
+)
 def test_the_next_step_is_that_of_megatron(layout: str) -> None:
     check_next_step(layout, FOLDER)
 

@@ -193,9 +193,10 @@ def _before(family: str) -> list[Tensor]:
 
 
 # The layers of the others are in families with experts, too, and dense MLPs in "gpt" and "neox".
-@pytest.mark.parametrize(
-    "family", chosen(FAMILIES, *(set(FAMILIES) - {"chunked", "sinks", "latent"}))
-)
+ALSO = {"chunked", "sinks", "latent", "latent, plain queries", "command"}
+
+
+@pytest.mark.parametrize("family", chosen(FAMILIES, *(set(FAMILIES) - ALSO)))
 def test_no_setting_of_the_model_is_ignored(family: str) -> None:
     model, ignored = FAMILIES[family], []
     _layout(model)

@@ -44,7 +44,7 @@ from fivefold.tell.report import context, memory_table, others, ranked, traded
 from tests.verify.cases import chosen
 
 QUESTIONS = 8  # of each kind; `-m exhaustive` asks a thousand
-SUGGESTING = (2_004, 2_005, 2_008, 2_010, 2_013)  # seeds of questions that are answered with a no
+SUGGESTING = (2_005, 2_008, 2_010, 2_013)  # seeds of questions that are answered with a no
 ROWS = 30  # layouts of each part that are looked at
 MODELS = ("debug-llama", "debug-gpt", "debug", "gpt2", "deepseek-v2-lite", "mixtral-8x7b")
 PYTHON = re.compile(r"\b(None|True|False)\b|\('|',\)")  # values as nobody types them
@@ -120,7 +120,7 @@ def told(line: str) -> ConfigError | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", chosen(range(4), 0, 1, 2))
+@pytest.mark.parametrize("part", chosen(range(4), 0, 1))
 def test_every_question_is_answered_or_refused_without_a_traceback(part: int) -> None:
     answers = 0
     for seed in range(part, QUESTIONS, 4):
@@ -191,7 +191,7 @@ def mesh_of(world: int, rng: random.Random) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", chosen(range(2), 0))
 def test_what_is_legal_is_enumerated(part: int) -> None:
     """What `check` lets pass, asked for in full, has a row: the space leaves nothing out."""
     rng, legal = random.Random(part), 0
@@ -288,8 +288,11 @@ def test_what_the_trainer_lacks_is_not_chosen(line: str) -> None:
         ("debug --gpus 8 --dp-shard 2 --dp-replicate 2 --use-distributed-optimizer", None),
         ("debug --gpus 2 --tp -1", None),
         ("debug --gpus 2 --cp 2 --num-sequence-slices 2", "both cut every sequence"),
-        ("llama3-8b --gpus 8 --recompute-granularity full --cross-entropy-loss-fusion", None),
-        ("llama3-8b --gpus 16 --cp-comm-type a2a+p2p --seq-length 65536 --gbs 16", None),
+        (
+            "llama3-8b --gpus 8 --mbs 1 --recompute-granularity full --cross-entropy-loss-fusion",
+            None,
+        ),
+        ("llama3-8b --gpus 16 --pp 1 --cp-comm-type a2a+p2p --seq-length 65536 --gbs 16", None),
         ("llama3-70b --gpus 4 --tp 1 --pp 1 --cp 1 --gbs 4 --mbs 1", "--offload-optimizer-states"),
         *(
             pytest.param(*row, marks=pytest.mark.exhaustive)  # as what fits nowhere in test_search

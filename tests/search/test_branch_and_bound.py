@@ -156,7 +156,7 @@ def test_bounds_rise_and_stay_bounds(model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", chosen(MODELS, "llama3-8b", "deepseek-v2-lite"))
 def test_further_techniques_are_legal_and_bounded(model: str) -> None:
     space = sampled(model).with_memory(further_choices(question(model).config, frozenset()))
     few = space.take(np.arange(0, len(space), 7))

@@ -29,9 +29,10 @@ LINE = (
 
 def everything(request: Request) -> Iterator[Candidate]:
     """All legal layouts, and those with recomputation with every number of each stage's layers."""
-    space = legal_space(request)
+    space, cache = legal_space(request), {}  # type: ignore[var-annotated]
     for row in range(len(space)):
-        whole = evaluate(request, request.checked(space.config_of(row)), always=True)
+        layout = request.checked(space.config_of(row))
+        whole = evaluate(request, layout, always=True, times_cache=cache)
         yield whole
         if whole.layout.config.memory.recompute_granularity is None:
             continue
@@ -41,9 +42,10 @@ def everything(request: Request) -> Iterator[Candidate]:
                 recompute_method="block", recompute_num_layers=numbers
             )
             try:
-                yield evaluate(request, request.checked(config), always=True)
+                layout = request.checked(config)
             except ConfigError:  # no layer of any stage
                 continue
+            yield evaluate(request, layout, always=True, times_cache=cache)
 
 
 @cache

@@ -131,28 +131,31 @@ def agree(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "bandwidth", "quantiles"),
+    ("recipe", "ranks", "bandwidth", "quantiles"),
     [
-        pytest.param("debug", 1e9, (0.0, 0.1, 0.35, 0.7), id="copies shown"),
+        pytest.param("debug", 2, 1e9, (0.0, 0.1, 0.35, 0.7), id="copies shown"),
         *(
-            pytest.param(recipe, bandwidth, QUANTILES, marks=pytest.mark.exhaustive)
+            pytest.param(recipe, 3, bandwidth, QUANTILES, marks=pytest.mark.exhaustive)
             for recipe, bandwidth in product(("debug", "debug-mixtral"), (1e9, 50e9))
         ),
     ],
 )
 def test_the_choice_is_the_fastest_of_everything(
-    recipe: str, bandwidth: float, quantiles: Sequence[float]
+    recipe: str, ranks: int, bandwidth: float, quantiles: Sequence[float]
 ) -> None:
-    cluster = replace(load_cluster("H100", 3), host_bandwidth=bandwidth)
-    settings = SMALL | {"pipeline_model_parallel_size": 3, "num_layers": 6}
-    request = asked(recipe, 3, cluster, **settings)
+    cluster = replace(load_cluster("H100", ranks), host_bandwidth=bandwidth)
+    settings = SMALL | {"pipeline_model_parallel_size": ranks, "num_layers": 2 * ranks}
+    request = asked(recipe, ranks, cluster, **settings)
     modules = DENSE if recipe == "debug" else EXPERTS
     agree(request, everything(request, modules, 2), whole=False, quantiles=quantiles)
 
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a stage on each of three ranks": ("debug", {"pipeline_model_parallel_size": 3}),
-    "two stages on each of two ranks": ("debug", {"pipeline_model_parallel_layout": "Ett|t|tt|tL"}),
+    "two stages on each of two ranks": (
+        "debug",
+        {"num_layers": 5, "pipeline_model_parallel_layout": "Ett|t|t|tL"},
+    ),
     "two copies of the model": ("debug", {"pipeline_schedule": "dualpipe"}),
     "uneven stages, MTP": (
         "debug",

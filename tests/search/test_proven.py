@@ -13,10 +13,11 @@ from fivefold.published.runs import row_layouts
 from fivefold.search.proven import PROVEN, settings_of
 from fivefold.search.search import search
 from fivefold.tell.within import PIPELINES, within
-from tests.search.test_search import EXPERTS, SMALL, TIGHT, WIDE, asked, result_of
+from tests.search.test_search import EXPERTS, FREE, SMALL, WIDE, asked, result_of
 from tests.verify.cases import chosen
 
 DATA = Path(__file__).parents[2] / "benchmarks/data"
+PAIRS = f"{EXPERTS} --tp 2"
 LONG = "llama3-8b --cluster H100 --gpus 32 --gbs 16 --seq-length 65536"
 
 
@@ -36,7 +37,7 @@ def test_what_is_proven_is_what_published_runs_have() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", chosen([EXPERTS, TIGHT, LONG, *WIDE], EXPERTS))
+@pytest.mark.parametrize("line", chosen([PAIRS, EXPERTS, FREE, LONG, *WIDE], PAIRS))
 def test_all_that_is_found_is_proven(line: str) -> None:
     result = search(asked(line).among(PROVEN))
     fastest, of_all = (min(c.seconds for c in r.found) for r in (result, result_of(line)))
@@ -69,7 +70,7 @@ def test_where_nothing_proven_fits_the_error_says_so(capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", PIPELINES)
-@pytest.mark.parametrize("line", chosen([EXPERTS, SMALL, TIGHT, *WIDE], EXPERTS))
+@pytest.mark.parametrize("line", chosen([PAIRS, EXPERTS, SMALL, FREE, *WIDE], PAIRS))
 def test_a_trainer_gets_a_pipeline_that_it_runs(line: str, target: str) -> None:
     result = result_of(line)
     _, schedules, its_pipeline = PIPELINES[target]

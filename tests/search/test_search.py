@@ -54,8 +54,9 @@ def result_of(line: str) -> SearchResult:
     return search(asked(line))
 
 
-SMALL = "llama3-8b --cluster H100 --gpus 16 --gbs 64 --seq-length 4096"
-TIGHT = "llama3-70b --cluster H100 --gpus 32 --gbs 64 --seq-length 4096 --mbs 1 --cp 1"
+SMALL = "llama3-8b --cluster H100 --gpus 16 --gbs 32 --seq-length 4096"
+FREE = "llama3-70b --cluster H100 --gpus 32 --gbs 64 --seq-length 4096 --mbs 1 --cp 1"
+TIGHT = f"{FREE} --pp 4"
 EXPERTS = "mixtral-8x7b --cluster H100 --gpus 16 --gbs 32 --seq-length 4096 --mbs 1 --cp 1"
 WIDE = (
     "llama3-70b --cluster H100 --gpus 64 --gbs 128 --seq-length 4096",
@@ -64,7 +65,9 @@ WIDE = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", chosen([SMALL, TIGHT, EXPERTS, *WIDE], SMALL, TIGHT, EXPERTS))
+@pytest.mark.parametrize(
+    "line", chosen([SMALL, TIGHT, EXPERTS, FREE, *WIDE], SMALL, TIGHT, EXPERTS)
+)
 def test_the_best_fits_and_is_the_best_of_what_was_seen(line: str) -> None:
     result = result_of(line)
     best = result.best
@@ -77,7 +80,7 @@ def test_the_best_fits_and_is_the_best_of_what_was_seen(line: str) -> None:
     assert 0.2 < best.prediction.mfu < 0.7
 
 
-@pytest.mark.parametrize("schedule", ["", " --pipeline-schedule dualpipe_v"])
+@pytest.mark.parametrize("schedule", ["", " --pp 2 --pipeline-schedule dualpipe_v"])
 def test_layouts_take_every_batch_of_a_run_whose_batch_grows(schedule: str) -> None:
     line = f"gpt2 --gpus 8 --gbs 96 --train-samples 4000 --tp 1 --cp 1{schedule}"
     for ramp in ("", " --rampup-batch-size 24 12 500"):
@@ -148,7 +151,7 @@ def test_what_is_a_little_too_large_holds_fewer_microbatches() -> None:
 def test_less_memory_costs_what_a_search_with_less_memory_finds() -> None:
     """On 10 GB less, whether told as a sensitivity or asked for by a smaller device, where another
     layout is the best then."""
-    result = result_of(f"{TIGHT} --pipeline-schedule 1f1b")
+    result = result_of(f"{FREE} --pipeline-schedule 1f1b")
     told = next(s for s in sensitivities(result) if s.change == "device memory -10 GB")
     gpu = result.request.cluster.gpu
     smaller = replace(gpu, memory_bytes=gpu.memory_bytes - LESS_MEMORY)
@@ -208,8 +211,11 @@ def test_every_mesh_is_explained() -> None:
 @pytest.mark.parametrize(
     "question",
     [
-        "qwen3-8b --gpus 16",
-        *(pytest.param(q, marks=pytest.mark.exhaustive) for q in ("llama3-8b --gpus 64", TIGHT)),
+        EXPERTS,
+        *(
+            pytest.param(question, marks=pytest.mark.exhaustive)
+            for question in ("qwen3-8b --gpus 16", "llama3-8b --gpus 64", FREE)
+        ),
     ],
 )
 def test_a_change_is_not_credited_with_what_another_layout_gains_without_it(question: str) -> None:
@@ -244,7 +250,7 @@ def test_the_rule_of_thumb_knows_length_network_and_memory() -> None:
     assert rule.candidate.layout.grid.cp == 65536 // LONG
     assert "65,536 tokens" in rule.steps[0]
 
-    question = asked(TIGHT)
+    question = asked(FREE)
     slow = replace(question.cluster.network_link, bandwidth=3e9)
     cluster = replace(question.cluster, network_link=slow)
     limited = rule_of_thumb(replace(question, cluster=cluster))
@@ -277,7 +283,7 @@ def test_why_fixes_what_it_names() -> None:
 
 @pytest.mark.slow
 def test_what_fits_nowhere_is_explained() -> None:
-    result = search(asked("llama3-70b --gpus 8 --gbs 8 --mbs 1 --pipeline-schedule 1f1b"))
+    result = search(asked("llama3-70b --gpus 8 --gbs 8 --mbs 1 --cp 1 --pipeline-schedule 1f1b"))
     assert not result.found
     message = str(why_nothing(result))
     assert "more than the device has" in message and "optimizer" in message

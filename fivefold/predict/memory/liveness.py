@@ -42,6 +42,9 @@ class RunningAct(NamedTuple):
 Acts = tuple[RunningAct, ...]
 """The running action, or the two that overlap."""
 
+Kids = tuple[Act, ...]
+"""A compute action, or the two that overlap, as a program has them."""
+
 
 @dataclass(frozen=True)
 class HeldMicrobatches:
@@ -108,26 +111,25 @@ def _moments(order: Order, *, pairs: bool, eager: bool) -> tuple[HeldMicrobatche
 
 def _swept(program: Program, rank: int) -> HeldMicrobatches:
     """The microbatches held during each compute action of a rank."""
-    acts = [act for act in program.ranks[rank] if act.kind in COMPUTE]
+    acts = [act.elementary for act in program.ranks[rank] if act.kind in COMPUTE]
     stages = program.stages_of(rank)
-    again = {act.piece for act in acts if act.kind is Kind.R}
-    makes = [
-        (kid.stage, number)
-        for number, act in enumerate(acts)
-        for kid in act.elementary
-        if kid.kind in (Kind.W, Kind.BW)
-    ]
-    first, last = dict(reversed(makes)), dict(makes)
-    backs = [
-        (kid.stage, number)
-        for number, act in enumerate(acts)
-        for kid in act.elementary
-        if kid.kind in (Kind.B, Kind.BW)
-    ]
-    first_back = dict(reversed(backs))
+    again = {kid.piece for kids in acts for kid in kids if kid.kind is Kind.R}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    first_back: dict[int, int] = {}
+    backwards, count = [], 0
+    for number, kids in enumerate(acts):
+        for kid in kids:
+            if kid.kind in (Kind.W, Kind.BW):
+                first.setdefault(kid.stage, number)
+                last[kid.stage] = number
+            if kid.kind in (Kind.B, Kind.BW):
+                first_back.setdefault(kid.stage, number)
+                count += 1
+        backwards.append(min(count, 2))
     running: dict[Acts, int] = {}
-    which, backwards, count = [], [], 0
-    for number, act in enumerate(acts):
+    which = []
+    for number, kids in enumerate(acts):
         doing = tuple(
             RunningAct(
                 kid.kind,
@@ -136,11 +138,9 @@ def _swept(program: Program, rank: int) -> HeldMicrobatches:
                 number <= (first_back if kid.kind is Kind.B else first).get(kid.stage, number),
                 last.get(kid.stage) == number,
             )
-            for kid in act.elementary
+            for kid in kids
         )
         which.append(running.setdefault(doing, len(running)))
-        count += sum(kid.kind in (Kind.B, Kind.BW) for kid in act.elementary)
-        backwards.append(min(count, 2))
     come, left = _changes(program, acts, stages, again)
     come[:, 1:] += left[:, :-1]
     kept, inputs, waiting = np.cumsum(come, axis=1)
@@ -156,28 +156,32 @@ def _swept(program: Program, rank: int) -> HeldMicrobatches:
     )
 
 
-def _with_dx(acts: Sequence[Act], stages: Sequence[int]) -> NDArray[np.float64]:
+def _with_dx(acts: Sequence[Kids], stages: Sequence[int]) -> NDArray[np.float64]:
     """As `HeldMicrobatches` has it."""
     result = np.zeros((len(acts), len(stages)))
-    for place, stage in enumerate(stages):
-        count = 0
-        for number, act in enumerate(acts):
-            kinds = {kid.kind for kid in act.elementary if kid.stage == stage}
-            if Kind.W in kinds:
-                result[number, place], count = 1 + (count > 1), 0
-            else:
-                result[number, place] = min(count, 1)
-            count += Kind.B in kinds
+    place = {stage: at for at, stage in enumerate(stages)}
+    backs = [0] * len(stages)  # since the stage's last W
+    for number, kids in enumerate(acts):
+        for kid in kids:
+            if kid.kind is Kind.B:
+                at = place[kid.stage]
+                if not backs[at]:
+                    result[number + 1 :, at] = 1
+                backs[at] += 1
+            elif kid.kind is Kind.W:
+                at = place[kid.stage]
+                result[number, at], backs[at] = 1 + (backs[at] > 1), 0
+                result[number + 1 :, at] = 0
     return result
 
 
 def _changes(
-    program: Program, acts: Sequence[Act], stages: Sequence[int], again: Container[Piece]
+    program: Program, acts: Sequence[Kids], stages: Sequence[int], again: Container[Piece]
 ) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
     """[3, N, S] microbatches that are kept, kept by their inputs, or wait for their dW from an
     action on; and the change of these after it."""
     place = {stage: at for at, stage in enumerate(stages)}
-    splits = {kid.piece for act in acts for kid in act.elementary if kid.kind is Kind.W}
+    splits = {kid.piece for kids in acts for kid in kids if kid.kind is Kind.W}
     size = len(acts) * len(place)
     # Cells (kept, inputs or waiting; action; stage) in which a slice is added before the action,
     # is added after it, is removed after it, and in which a part of its dW is removed.
@@ -185,8 +189,8 @@ def _changes(
     after: list[int] = []
     gone: list[int] = []
     parts: list[int] = []
-    for number, act in enumerate(acts):
-        for kid in act.elementary:
+    for number, kids in enumerate(acts):
+        for kid in kids:
             cell = number * len(place) + place[kid.stage]
             if kid.kind is Kind.F:
                 before.append(size + cell if kid.piece in again else cell)
