@@ -1,7 +1,7 @@
 """Runs only the microbatches of a rehearsed step that differ from others; the others repeat them.
 
 An action of the pipeline does the same for every microbatch of its stage, except for the first ones
-and the last. So it is recorded as often as `RECORDED` says, and from then on counted: its messages,
+and the last. So it runs as often as `RECORDED` says, and is counted from then on: its messages,
 operations and memory. What enters and leaves a stage is passed on as in training, and sent by the
 same code, so ranks are compared by everything that they send.
 """
@@ -20,10 +20,9 @@ from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Piece, Program
 from fivefold.pipeline.run.executor import Executor, ProgramRun
 from fivefold.rehearse.ledger import ActRecord, StepLedger
 
-RECORDED = 4
+RECORDED = 3
 """How often an action runs before it is repeated. The first makes what stays until the end of the
-step, such as gradients; the next two have to do the same, and the last may leave something that the
-stage keeps until its next forward, which does not run."""
+step, such as gradients; the next two have to do the same."""
 
 _Sort = tuple[Kind, int, int, int, bool]
 """What an action has in common with those of other microbatches: its kind, stage, slice and part,
@@ -117,7 +116,11 @@ class RepeatingRun(ProgramRun):
         last = {(act.stage, act.mb) for act in self._last_weights.values()}
         self._sorts = sorts_of(self._acts)
         self._last_acts = {act.piece: act for act in self._sorts}
-        self._repeated = repeated_microbatches(self._sorts, last)
+        mixtures = (mixture for stage in executor.stages.values() for mixture in stage.mixtures)
+        # Of a load that is summed over microbatches a stage keeps the latest sum until its next
+        # forward. The forwards that do not run leave it to one that no other is compared with.
+        sums = any("global_aux_loss" in dict(each.router.settings.aux_losses) for each in mixtures)
+        self._repeated = repeated_microbatches(self._sorts, last, RECORDED + sums)
         self._effects: defaultdict[_Sort, list[_Effect]] = defaultdict(list)
         self._entered: defaultdict[Piece, list[weakref.ref[UntypedStorage]]] = defaultdict(list)
         self._inputs: defaultdict[Piece, list[Tensor | None]] = defaultdict(list)
@@ -200,7 +203,7 @@ def sorts_of(acts: Sequence[Act]) -> dict[Act, _Sort]:
 
 
 def repeated_microbatches(
-    sorts: Mapping[Act, _Sort], last: set[tuple[int, int]]
+    sorts: Mapping[Act, _Sort], last: set[tuple[int, int]], runs: int = RECORDED
 ) -> frozenset[tuple[int, int]]:
     """The microbatches of stages that need not run: each of their actions runs before for others.
 
@@ -209,19 +212,20 @@ def repeated_microbatches(
     Args:
         sorts: sorts of a rank's actions, in order.
         last: stages with their last microbatch, which differs.
+        runs: how often an action runs before.
     """
     if any(act.kids for act in sorts):
         return frozenset()
     acts: defaultdict[tuple[int, int], list[tuple[_Sort, int]]] = defaultdict(list)
     for time, (act, sort) in enumerate(sorts.items()):
         acts[act.stage, act.mb].append((sort, time))
-    runs: defaultdict[_Sort, list[int]] = defaultdict(list)
+    ran: defaultdict[_Sort, list[int]] = defaultdict(list)
     repeated = set()
     for which, its_acts in acts.items():
-        enough = all(sum(t < time for t in runs[sort]) >= RECORDED for sort, time in its_acts)
+        enough = all(sum(t < time for t in ran[sort]) >= runs for sort, time in its_acts)
         if enough and which not in last:
             repeated.add(which)
         else:
             for sort, time in its_acts:
-                runs[sort].append(time)
+                ran[sort].append(time)
     return frozenset(repeated)

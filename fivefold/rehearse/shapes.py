@@ -66,6 +66,8 @@ class ShapesOnly(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.stands_for_gpu = gpus
         self._known: dict[Any, _Result] = {}
+        # What torch's constructor sets, which takes it most of its time, and is alike for all.
+        self._alike = vars(FakeTensor(self, torch.empty(0, device="meta"), _CPU))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply torch's rule, except for an operation that torch 2.11 mistakes for another one."""
@@ -93,8 +95,21 @@ class ShapesOnly(FakeTensorMode):
         with in_kernel_invocation_manager(self):
             result = func(*args, **kwargs)
         if isinstance(result, Tensor):
-            return FakeTensor(self, result, _CPU)
-        return type(result)([FakeTensor(self, view, _CPU) for view in result])
+            return self._fake(result)
+        return type(result)([self._fake(view) for view in result])
+
+    def _fake(self, meta: Tensor) -> FakeTensor:
+        """As `FakeTensor(self, meta, _CPU)`."""
+        result: FakeTensor = Tensor._make_subclass(
+            FakeTensor,
+            meta,
+            meta.requires_grad,
+            dispatch_device=True,
+            device_for_backend_keys=_CPU,
+        )
+        torch._C._set_throw_on_mutable_data_ptr(result)
+        vars(result).update(self._alike)
+        return result
 
     def _again(self, known: _Result, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if known.kind is None:
@@ -104,7 +119,7 @@ class ShapesOnly(FakeTensorMode):
     def _part(self, part: _Part, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(part, _New):
             meta = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="meta")
-            return FakeTensor(self, meta, _CPU)
+            return self._fake(meta)
         if part is None:
             return None
         return args[part.place] if isinstance(part.place, int) else kwargs[part.place]
