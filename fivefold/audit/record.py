@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -16,7 +16,7 @@ from fivefold.counts.shards import ShardPlace
 from fivefold.counts.state import model_state
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.errors import DataError, Mistake
-from fivefold.files import read_json, write_atomic
+from fivefold.files import parse_json, read_text, write_atomic
 from fivefold.layout import Layout
 
 Amount = Annotated[float, Meta(ge=0)]
@@ -107,7 +107,7 @@ def read_records(folder: Path) -> list[RankRecord]:
     if not paths:
         what = f"{folder} has no records: nothing was measured in that run"
         raise DataError(Mistake(what, attempt=_AGAIN))
-    records = [read_json(path, RankRecord, DataError) for path in paths]
+    records = [_read_record(path) for path in paths]
     records.sort(key=lambda record: record.rank)
     there = {record.rank for record in records}
     count = max(len(records), *(record.world_size or 0 for record in records))
@@ -121,10 +121,19 @@ def read_records(folder: Path) -> list[RankRecord]:
     return records
 
 
+def _read_record(path: Path) -> RankRecord:
+    text = read_text(path, DataError)
+    names = set(parse_json(text, dict[str, Any], str(path), DataError))
+    if unknown := sorted(names - {each.name for each in fields(RankRecord)}):
+        what = f"{path} has {unknown[0]!r}, of which this version knows nothing"
+        raise DataError(Mistake(what, attempt=_AGAIN))
+    return parse_json(text, RankRecord, str(path), DataError)
+
+
 def audited_step(folder: Path) -> int | None:
     """The step of which there are records; None if there are none that can be read."""
     try:
-        return read_json(folder / "rank-0.json", RankRecord, DataError).step
+        return _read_record(folder / "rank-0.json").step
     except DataError:
         return None
 

@@ -293,10 +293,14 @@ def _operations(
     """Findings for the operations launched by a layer and by the step, where they are most, and the
     share of the step that the host launches."""
     of_layers = [(r.layer_operations, r.rank) for r in records if r.layer_operations is not None]
+    on_gpu = any(record.peak_allocated is not None for record in records)
     for index, way in enumerate(("forward", "backward") if of_layers else ()):
         measured, rank = max((both[index], rank) for both, rank in of_layers)
         expected = None if predicted is None else predicted[index]
-        yield Finding(f"launches of a layer's {way}", measured, _whole, expected, rank)
+        note = ""
+        if expected is not None and not on_gpu and index == 0:
+            note = "predicted, as of its backward, for a GPU, where a kernel does more than here"
+        yield Finding(f"launches of a layer's {way}", measured, _whole, expected, rank, note=note)
     counted = [(r.operations, r.rank) for r in records if r.operations is not None]
     if counted:
         measured, rank = max(counted)

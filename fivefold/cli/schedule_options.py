@@ -16,6 +16,7 @@ from fivefold.config.settings import (
 from fivefold.errors import Mistakes
 from fivefold.pipeline.costs.costs import times_problem
 from fivefold.pipeline.draw.study import Study
+from fivefold.pipeline.schedules.registry import SCHEDULES, Shape
 
 MOST = 1 << 18  # stages x microbatches
 WIDEST, MOST_GIB, LONGEST = 10_000, 1e9, 1 << 40
@@ -120,6 +121,13 @@ def _check_used(options: Options, mistakes: Mistakes) -> None:
             if setting.name in _DRAWN or not of_a_model:
                 works = ("1f1b",) if setting.name in ("csv", "torch_csv") else ("1f1b", "--compare")
                 mistakes.add(f"{setting.flag} is of a schedule, and none is named", works=works)
+    schedule = SCHEDULES.get(options.name or "")
+    if schedule is not None and options.balance is None:
+        needs = {Shape.LINE: 1, Shape.V: 2}.get(schedule.shape)
+        if needs is not None and options.chunks not in (None, needs):
+            each = "one stage per rank" if needs == 1 else "two stages per rank, placed in a V"
+            what = f"the {options.name} schedule has {each}, and --chunks asks for {options.chunks}"
+            mistakes.add(what, works=(f"--chunks {needs}",))
     if options.compare and options.name is not None and options.balance is None:
         what = f"--compare shows all schedules, not {options.name} alone"
         mistakes.add(what, works=("--no-compare",))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.config.config import SETTINGS
 from fivefold.config.data import MOCK
 from fivefold.config.foreign import Foreign, foreign, name_of, without_entry, without_section
 from fivefold.config.misspelt import MEANT
@@ -212,6 +213,8 @@ class _Scanner:
         if theirs.flags and not meant:
             theirs = Foreign()  # the name belongs to another command
         note = theirs.note or ("" if meant or not self._switches else without_entry(spelled))
+        if not meant and not note and not self._switches and ALIASES.get(name, name) in SETTINGS:
+            note = "it is a setting of training: fivefold train takes it"
         if not meant and not note:
             close = closest(name, known)
             begun = [k for k in known if k.startswith(name)][:3]

@@ -30,6 +30,7 @@ MEANT: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **dict.fromkeys(("zb", "zero_bubble", "zerobubble"), "zb_h1"),
             "zbv": "zb_v",
             "bfs": "looped_bfs",
+            **dict.fromkeys(("synthesised", "synthesized", "searched", "automatic"), "auto"),
         },
         "cp_comm_type": {"ring": "p2p", "ulysses": "a2a", "hierarchical": "a2a+p2p"},
         "lr_decay_style": {"cosine_with_restarts": "cosine", "warmup_stable_decay": "WSD"},

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 
 from fivefold.errors import ConfigError, Mistakes, did_you_mean
 from fivefold.files import parse_toml, read_text
-from fivefold.hardware import Gpu, Rates
+from fivefold.hardware import GPUS, Gpu, Rates
 from fivefold.predict.cluster import MAX_GPUS, Cluster, Link, known_gpu, preset
 
 
@@ -108,7 +108,8 @@ def _from_table(table: dict[str, Any], path: Path) -> Cluster:
     base = None
     with mistakes.collecting():
         base = preset(names[0]) if names else None
-    mistakes.raise_if_any()
+    if names and base is None:  # judge the rest by some values, which are not used
+        base = preset(next(iter(GPUS)))
     cluster = _read(Cluster, table, base, "", mistakes)
     if cluster is not None:
         check_together(cluster, mistakes)

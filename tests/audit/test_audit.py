@@ -442,6 +442,14 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
         path.rename(tmp_path / f"rank-{rank}.json")
 
 
+def test_what_a_record_says_beyond_what_is_known_is_refused(tmp_path: Path) -> None:
+    write_record(tmp_path, _empty(0))
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text().replace("{", '{"launched": 3,', 1))
+    with pytest.raises(DataError, match=r"rank-0\.json has 'launched', of which this version"):
+        read_records(tmp_path)
+
+
 def test_records_of_several_starts_are_not_one_audit(tmp_path: Path) -> None:
     for rank, step in enumerate((2, 2, 7)):
         write_record(tmp_path, replace(_empty(rank), step=step, world_size=3))

@@ -66,6 +66,7 @@ def test_a_report_tells_what_the_planner_takes_and_what_was_counted(tmp_path: Pa
     told = {finding.name: finding for finding in report.findings}
     forward, backward = (told[f"launches of a layer's {way}"] for way in ("forward", "backward"))
     assert (forward.predicted, backward.predicted) == (25, 50)
+    assert "for a GPU" in forward.note and not backward.note
     assert forward.tolerance is None and forward.measured is not None
     total = told["launches of the step"].measured
     assert not told["launches of the step"].note

@@ -740,6 +740,21 @@ CORPORA = [
         "schedule interleaved",
         ("unknown schedule 'interleaved', did you mean 'interleaved_1f1b'?",),
     ),
+    Case(
+        "stages of a schedule",
+        "schedule zb_v --chunks 3",
+        ("zb_v schedule has two stages per rank, placed in a V, and --chunks asks for 3",),
+    ),
+    Case(
+        "a schedule by what it is",
+        "schedule synthesised",
+        ("unknown schedule 'synthesised', did you mean 'auto'?",),
+    ),
+    Case(
+        "a setting of training elsewhere",
+        "eval run --lr 3",
+        ("unknown flag --lr\n  it is a setting of training: fivefold train takes it",),
+    ),
     Case("split of a preview", "train debug --dry-run --split x", ("split 'x' is not",)),
 ]
 

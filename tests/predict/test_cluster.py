@@ -49,6 +49,9 @@ def test_all_mistakes_of_a_file_are_told_at_once(tmp_path):
     with pytest.raises(ConfigError) as raised:
         load_cluster(path)
     text = str(raised.value)
+    path.write_text(path.read_text().replace("H100", "H10"))
+    with pytest.raises(ConfigError, match=r"did you mean 'H100'(?s:.*)unknown key node_link\.rate"):
+        load_cluster(path)
     assert "unknown key num_gpu, did you mean 'num_gpus'?" in text
     assert "gpu.launch must be a number" in text
     assert "unknown key node_link.rate" in text

@@ -70,7 +70,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
             "recompute_granularity": "full",
         },
     ),
-    "no pipeline, ring of contexts": ("debug-llama", 2, {"context_parallel_size": 2, "num_layers": 1}),
+    "no pipeline, ring of contexts": (
+        "debug-llama",
+        2,
+        {"context_parallel_size": 2, "num_layers": 1},
+    ),
 }
 
 
