@@ -32,8 +32,8 @@ class Options:
     ranks: Literal["roles", "every"] = option(
         "roles", "which ranks to run: one of each role, or every one"
     )
-    microbatches: Literal["unlike", "every"] = option(
-        "unlike", "which microbatches to run: those that differ from earlier ones, or every one"
+    microbatches: Literal["distinct", "every"] = option(
+        "distinct", "which microbatches to run: those that differ from earlier ones, or every one"
     )
     device: Literal["gpu", "cpu"] = option("gpu", "device of the job, for which the code differs")
     jobs: Count | None = option(None, "processes that run ranks (default: one per core)")

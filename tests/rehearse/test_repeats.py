@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
             "moe_aux_loss_coeff": (0.01,),
         },
     ),
-    "slices, gathered weights, offloaded activations": (
+    "slices, gathered weights": (
         "debug-llama",
         4,
         {
