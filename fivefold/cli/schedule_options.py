@@ -19,6 +19,7 @@ from fivefold.pipeline.draw.study import Study
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape
 
 MOST = 1 << 18  # stages x microbatches
+_CHUNKS = {Shape.LINE: 1, Shape.V: 2}  # stages per rank that a schedule needs
 WIDEST, MOST_GIB, LONGEST = 10_000, 1e9, 1 << 40
 Width = Annotated[int, Allowed(lambda v: 1 <= v <= WIDEST, f"in 1 .. {WIDEST:,}")]
 Gib = Annotated[float, Allowed(lambda v: 0 < v <= MOST_GIB, f"in (0, {MOST_GIB:,.0f}]")]
@@ -122,12 +123,14 @@ def _check_used(options: Options, mistakes: Mistakes) -> None:
                 works = ("1f1b",) if setting.name in ("csv", "torch_csv") else ("1f1b", "--compare")
                 mistakes.add(f"{setting.flag} is of a schedule, and none is named", works=works)
     schedule = SCHEDULES.get(options.name or "")
-    if schedule is not None and options.balance is None:
-        needs = {Shape.LINE: 1, Shape.V: 2}.get(schedule.shape)
-        if needs is not None and options.chunks not in (None, needs):
-            each = "one stage per rank" if needs == 1 else "two stages per rank, placed in a V"
-            what = f"the {options.name} schedule has {each}, and --chunks asks for {options.chunks}"
-            mistakes.add(what, works=(f"--chunks {needs}",))
+    if schedule is not None and options.balance is None and options.chunks is not None:
+        needs, chunks = _CHUNKS.get(schedule.shape), options.chunks
+        if needs not in (None, chunks):
+            what = f"the {options.name} schedule {schedule.shape.value}, and --chunks is {chunks}"
+            fit = [
+                name for name, of in SCHEDULES.items() if _CHUNKS.get(of.shape, chunks) == chunks
+            ]
+            mistakes.add(what, works=(f"--chunks {needs}", *fit))
     if options.compare and options.name is not None and options.balance is None:
         what = f"--compare shows all schedules, not {options.name} alone"
         mistakes.add(what, works=("--no-compare",))

@@ -743,7 +743,7 @@ CORPORA = [
     Case(
         "stages of a schedule",
         "schedule zb_v --chunks 3",
-        ("zb_v schedule has two stages per rank, placed in a V, and --chunks asks for 3",),
+        ("zb_v schedule needs two stages per rank, placed in a V, and --chunks is 3",),
     ),
     Case(
         "a schedule by what it is",
