@@ -181,7 +181,7 @@ class RepeatingRun(ProgramRun):
         if given is not None:
             assert act.direction is not None
             to = act.stage + (1 if act.direction is Direction.FORWARD else -1)
-            self._give(act, act.direction, to, given)
+            super()._give(act, act.direction, to, given)
         self._ledger.holdings.settle()
 
     def _give(self, act: Act, direction: Direction, stage: int, tensor: Tensor) -> None:
