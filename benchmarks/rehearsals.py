@@ -1,10 +1,10 @@
 """Published layouts at full size, rehearsed: peaks against the planner's, bytes, and seconds.
 
-    python benchmarks/rehearsals.py [--layouts kimi-k2 ...] [--jobs 2] [--ranks 0 8 ...]
+    python benchmarks/rehearsals.py [--layouts kimi-k2 ...] [--jobs 2] [--ranks 0 8 ...] [--every]
 
 Rehearses the layouts under benchmarks/data/layouts, and the recipe of Llama 3 405B, with their
 published numbers of ranks, as `fivefold rehearse` does or of the given ranks only, and prints for
-each the rank whose peak is farthest from the planner's.
+each the rank whose peak is farthest from the planner's. `--every` runs every microbatch.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> None:
     print(f"{datetime.date.today()}, {platform.machine()}, {asked.jobs} processes")
     for name in asked.layouts:
         start = time.perf_counter()
-        report = rehearse(name, asked.jobs, asked.ranks)
+        report = rehearse(name, asked.jobs, asked.ranks, every=asked.every)
         seconds = time.perf_counter() - start
         worst = max(report["ranks"], key=lambda rank: abs(rank["peak"] / rank["planned"] - 1))
         peak, planned = worst["peak"], worst["planned"]
@@ -53,12 +53,12 @@ def main() -> None:
         )
 
 
-def rehearse(name: str, jobs: int, ranks: list[int] | None) -> dict[str, Any]:
+def rehearse(name: str, jobs: int, ranks: list[int] | None, *, every: bool) -> dict[str, Any]:
     path = LAYOUTS / f"{name}.toml"
     words = [str(path) if path.exists() else name, "--nproc", str(WORLDS[name])]
     _, config = load(words, Options, print)
     layout = rehearsed_layout(check(config, WORLDS[name]))
-    scripts = rehearse_ranks(layout, ranks or roles(layout), processes=jobs)
+    scripts = rehearse_ranks(layout, ranks or roles(layout), every=every, processes=jobs)
     return make_report(layout, name, scripts, load_cluster("H100", WORLDS[name])).as_json()
 
 
@@ -67,6 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layouts", nargs="+", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--ranks", type=int, nargs="+", help="ranks to run (default: every role)")
+    parser.add_argument("--every", action="store_true", help="run every microbatch")
     return parser.parse_args()
 
 

@@ -233,15 +233,15 @@ class MemoryChooser:
 
         A lower limit is never faster, so that only limits that beat the best so far are of use.
         """
-        low, high = 0, len(self.limits)
-        middle = high
-        while low < high:  # the limits up to `low` fit or are of no use, those above `high` not fit
+        low, middle, high = 0, len(self.limits), len(self.limits)
+        while low < high:  # the limits up to `low` fit, those above `high` do not
             found = self.timed({**settings, LIMIT: middle})
-            fits = found is not None and found.memory.fits
-            if found is not None and (fits or not self._beats(found)):
+            if found is not None and found.memory.fits:
                 self._offer(found)
                 low = middle
-            if not fits:
+            elif found is not None and not self._beats(found):
+                return
+            else:
                 high = middle - 1
             middle = (low + high + 1) // 2
 

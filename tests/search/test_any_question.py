@@ -162,8 +162,9 @@ def check_suggestions(line: str) -> int:
 
 
 @pytest.mark.slow
-def test_what_a_no_suggests_works_when_typed() -> None:
-    assert sum(check_suggestions(line_of(seed)) for seed in SUGGESTING) > 12
+@pytest.mark.parametrize("seeds", chosen([SUGGESTING, (2_004, *SUGGESTING)], SUGGESTING), ids=str)
+def test_what_a_no_suggests_works_when_typed(seeds: tuple[int, ...]) -> None:
+    assert sum(check_suggestions(line_of(seed)) for seed in seeds) > 12
 
 
 @pytest.mark.exhaustive

@@ -12,6 +12,7 @@ import pytest
 from fivefold.cli.main import main
 from fivefold.config.sources import read_config
 from fivefold.errors import ConfigError
+from fivefold.predict.times.layer import TimesCache
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.request import Request
 from fivefold.search.search import legal_space, search
@@ -29,7 +30,8 @@ LINE = (
 
 def everything(request: Request) -> Iterator[Candidate]:
     """All legal layouts, and those with recomputation with every number of each stage's layers."""
-    space, cache = legal_space(request), {}  # type: ignore[var-annotated]
+    space = legal_space(request)
+    cache: TimesCache = {}
     for row in range(len(space)):
         layout = request.checked(space.config_of(row))
         whole = evaluate(request, layout, always=True, times_cache=cache)
