@@ -1,5 +1,6 @@
 """A process group of which only this process exists."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,9 +28,11 @@ def pretended_world(rank: int, size: int, *, gpus: bool) -> Iterator[None]:
         )
     options = _fake_group().Options()
     backend = REHEARSED_GPUS if gpus else "fake"
+    shown = sys.excepthook
     dist.init_process_group(
         backend, rank=rank, world_size=size, store=FakeStore(), pg_options=options
     )
+    sys.excepthook = shown  # torch names the rank before each line, once more for each group made
     try:
         yield
     finally:

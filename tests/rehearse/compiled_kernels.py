@@ -62,6 +62,7 @@ CAPS = {
     "final_logit_softcapping": 30.0,
     "cross_entropy_loss_fusion": True,
 }
+UNWEIGHTED = {"norm_elementwise_affine": False, "fused_residual_rmsnorm": True}
 Steps = tuple[tuple[str, dict[str, Any]], ...]
 WIDE: Steps = (
     *(("debug-llama", LLAMA | {"precision": p}) for p in ("bf16", "fp32")),
@@ -89,8 +90,8 @@ BRANCHES: Steps = (
     ("debug-llama", ONE_MORE | PART | {"cross_entropy_loss_fusion": True}),
     ("debug-llama", MOMENTS | {"activation_func": "quick_gelu"}),
     ("debug-llama", KEYS | {"activation_func": "gelu"}),
-    ("debug-gpt-oss", {"precision": "bf16"}),
-    ("debug-mixtral", {"precision": "bf16", "gated_linear_unit": False}),
+    ("debug-gpt-oss", {"precision": "bf16", "log_max_attention_logit": True}),
+    ("debug-mixtral", UNWEIGHTED | {"precision": "bf16", "gated_linear_unit": False}),
 )
 """What other steps leave out."""
 NARROW: Steps = (
