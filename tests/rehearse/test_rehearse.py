@@ -1,5 +1,6 @@
 """Rehearsed ranks against the same ranks run for real over gloo, and planted errors."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -481,9 +482,12 @@ def test_what_is_made_again_is_told_by_identity() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_not_where_another_was(rank: int) -> None:
-    """torch keeps what operations give by mesh, and a mesh equals that of another rank."""
+    """torch keeps what operations give by mesh, and a mesh equals that of another rank; and it
+    names a rank before each line of an error."""
+    shown = sys.excepthook
     for place in (1 - rank, rank):
         with pretended_world(place, 2, gpus=False):
+            assert sys.excepthook is shown
             mesh = init_device_mesh("cpu", (2,))
             part = DTensor.from_local(torch.ones(3, 5), mesh, [Shard(0)]).detach()
             assert part.device_mesh.get_coordinate() == (place,)
