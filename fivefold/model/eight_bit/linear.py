@@ -158,9 +158,12 @@ class EightBit(Products):
             self.of_group(group)._weight(one, of_gradient=of_gradient)
             for group, one in enumerate(self.by_group(weight_EFH))
         )
-        each = zip(left.by_rows(ends), rights, strict=True)
-        products = [multiply(*pair, self.dtype, fast=not of_gradient) for pair in each]
-        return torch.cat(products)
+        # Each product is freed before the next: together they are as large as what they become.
+        product = left.bits.new_empty(ends[-1], weight_ENK.shape[1], dtype=self.dtype)
+        parts = product.tensor_split(ends)[: len(ends)]
+        for rows, one, right in zip(parts, left.by_rows(ends), rights, strict=True):
+            rows.copy_(multiply(one, right, self.dtype, fast=not of_gradient))
+        return product
 
     def of_group(self, group: int) -> "EightBit":
         """The products of one group."""

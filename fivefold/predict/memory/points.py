@@ -50,19 +50,19 @@ class ActPoint(NamedTuple):
         return freed + needed + self.narrow + self.communication
 
 
-def gathers(copies: Copies, start: ActPoint) -> Iterator[ActPoint]:
+def gathers(copies: Copies, start: ActPoint, *also: str) -> Iterator[ActPoint]:
     """Points right after the ends of a stage and its last layer were gathered, with their messages,
     and where a message is unpacked, which needs more; and while a shard from the host is gathered
     beside the last layer.
 
-    `start`: what there is before.
+    `start`: what there is before; `also`: names of copies that there are beside the layer's.
     """
     ends = start._replace(where="the gather of the ends")
     yield ends._replace(resharded=copies.but("ends", "ends", "visiting"))
     if copies.ends_unpacked:
         yield ends._replace(working=copies.ends_unpacked, resharded=copies.but())
     where, layer = "the gather of the last layer", ("rest", "experts", "message", "rearranged")
-    yield start._replace(where=where, resharded=copies.but("ends", *layer, "visiting"))
+    yield start._replace(where=where, resharded=copies.but("ends", *layer, *also, "visiting"))
     if copies.visiting and copies.beside:
         held = copies.but("ends", "rest", "experts", "beside", "visiting")
         yield start._replace(where="the gather beside the last layer", resharded=held)

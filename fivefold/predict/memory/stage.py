@@ -168,7 +168,7 @@ class _Actions:
             gathered = route.copies.but("ends", "message")
             points.append(ActPoint("the loss", working=working, resharded=gathered))
         if route.policy.splits_copy:
-            points += gathers(route.copies, ActPoint("", -self._largest, route.gone))
+            points += gathers(route.copies, ActPoint("", -self._largest, route.gone), "passed")
         return [point._replace(communication=route.messages[0]) for point in points]
 
     @property

@@ -186,6 +186,7 @@ class Copies:
         beside: bytes of what is gathered beside it: the layer before, without separate experts.
         message: bytes of the message of what is gathered last in a layer, which is copied; 0
             where a rank gathers from itself. In a forward it stays until the next one.
+        passed: bytes of the message before it, which stays in a forward until that one is copied.
         rearranged: bytes of copies of it while parameters are put together that are not cut
             along their first dims.
         visiting: bytes of a shard that is on the device only while a block is gathered.
@@ -200,6 +201,7 @@ class Copies:
     rest: float = 0.0
     beside: float = 0.0
     message: float = 0.0
+    passed: float = 0.0
     rearranged: float = 0.0
     visiting: float = 0.0
     most: float = 0.0
@@ -224,23 +226,28 @@ class Copies:
             for layer in all_layers(model, stage)[: place + 1]
             if layer < model.num_layers or model.starts_prediction(layer)
         ]
-        experts, rest, before, copied = 0.0, 0.0, 0.0, 0.0
+        several_experts = num_expert_shards(layout) > 1
+        experts, rest, before, copied, passed = 0.0, 0.0, 0.0, 0.0, several * ends.copied(policy)
         if numbers:
             parts = _parts(layout, numbers[-1], policy)
             experts, rest = (part.copied(policy) for part in parts)
             own = parts[0 if experts else 1]
             copied = policy.copy * sum(ShardPlace.first(layout).rearranged(own))
-        if len(numbers) > 1 and policy.in_flight > 1 and several:
-            before = _parts(layout, numbers[-2], policy)[1].copied(policy)
-        message = rest if several else 0.0
+        message = several * rest
         if experts:
-            message = experts if num_expert_shards(layout) > 1 else 0.0
+            message, passed = several_experts * experts, message
+        if len(numbers) > 1:
+            apart, others = (part.copied(policy) for part in _parts(layout, numbers[-2], policy))
+            before = others if policy.in_flight > 1 and several else 0.0
+            if not experts:
+                passed = several_experts * apart if apart else several * others
         return cls(
             ends=ends.copied(policy),
             experts=experts,
             rest=rest,
             beside=before,
             message=message,
+            passed=passed,
             rearranged=copied,
             visiting=fetched_shard_bytes(layout, stage, policy),
             most=gathered_bytes(layout, stage, policy),
