@@ -59,6 +59,7 @@ class StatePolicy:
         muon: whether only what is no matrix of a layer has a second moment, which `moments` leaves
             out.
         once: whether the only backward of a step ends copies that are not permanent in its course.
+        frees_message: whether a forward frees the message of its last gather before the loss.
     """
 
     copy: float
@@ -95,6 +96,7 @@ class StatePolicy:
     step_weight: float = 0.0
     muon: bool = False
     once: bool = False
+    frees_message: bool = False
 
     @property
     def reduces(self) -> bool:
@@ -142,6 +144,7 @@ def engine_policy(config: Config, *, alone: bool = False) -> StatePolicy:
         reduces_whole=not shared and compute != master,
         in_flight=1 + config.parallel.overlap_param_gather,
         experts_apart=True,
+        frees_message=True,
         compute=compute,
         unpacking=config.parallel.zero_quantized_weights * UNPACKING,
         offloaded=offloaded,

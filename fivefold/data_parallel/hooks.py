@@ -1,4 +1,5 @@
-"""Calls FSDP2's hooks around the forwards of its units only when needed.
+"""Calls FSDP2's hooks around the forwards of its units only when needed, and frees the message
+of the last gather before the loss.
 
 In each forward FSDP2 looks whether weights are gathered, searches all that a unit is given for
 tensors, and ties what a backward calls to them and to its output: a third of the host's time of a
@@ -6,7 +7,7 @@ layer. Where a step gathers weights once and reduces gradients once, most microb
 it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fivefold.data_parallel import fsdp_internals as internals
+from fivefold.data_parallel.prefetch import last_layer_first
 from fivefold.model.leaves import when_accumulated
 
 
@@ -22,14 +24,16 @@ class UnitHooks:
     """The hooks of a stage's units.
 
     Args:
-        units: FSDP2's, in any order.
+        units: FSDP2's: the stage, then its layers in order, each before its experts.
         groups: their parameter groups.
         once: whether a step gathers its weights once, and reduces gradients in its last backward
             at most; otherwise no hook is passed by.
     """
 
-    def __init__(self, units: Iterable[FSDPModule], groups: Iterable[Any], *, once: bool) -> None:
+    def __init__(self, units: Sequence[FSDPModule], groups: Iterable[Any], *, once: bool) -> None:
         self._groups, self._once = list(groups), once
+        self._root, *layers = units
+        self._last = next(last_layer_first(layers), None)
         self._rest, self._reduces = False, True
         self._adding: set[Any] = set()
         for unit in units:
@@ -76,6 +80,8 @@ class UnitHooks:
     def _after(self, state: Any, module: Any, given: tuple[Any, ...], out: Any) -> Any:
         if self._rest:
             return None
+        if module is self._last:  # nothing is gathered before the loss, which needs most
+            internals.free_gathered(self._root)
         with torch.set_grad_enabled(self._reduces and torch.is_grad_enabled()):
             return internals.after_forward(state, module, given, out)
 

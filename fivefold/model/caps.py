@@ -3,6 +3,7 @@ queries, keys and values, as in MPT (MosaicML, 2023) and OLMo."""
 
 from typing import Any
 
+import torch
 from torch import Tensor, autograd
 
 
@@ -14,6 +15,11 @@ def capped(x: Tensor, cap: float | None) -> Tensor:
 def capped_(x: Tensor, cap: float) -> Tensor:
     """`capped` in place."""
     return x.div_(cap).tanh_().mul_(cap)
+
+
+def capped_as(x: Tensor, dtype: torch.dtype, cap: float | None) -> Tensor:
+    """`capped` in a type, in one tensor at most; without a cap, `x` in that type."""
+    return x.to(dtype) if cap is None else capped_(x.to(dtype, copy=True), cap)
 
 
 def slope(made: Tensor, cap: float) -> Tensor:

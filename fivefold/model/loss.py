@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold.config.data import IGNORED
-from fivefold.model.caps import capped, capped_, slope
+from fivefold.model.caps import capped, capped_, capped_as, slope
 
 CAPPED_AT_A_TIME = 1 << 22
 """Logits whose slope below their cap is made at a time: 16 MiB in fp32."""
@@ -97,7 +97,7 @@ class _CrossEntropy(torch.autograd.Function):
         z_sums: list[Tensor] | None,
     ) -> Tensor:
         vocab_size, smoothing, z_coeff, cap = rule
-        true_TV = capped(logits_TV[:, :vocab_size].to(weights_T.dtype), cap)
+        true_TV = capped_as(logits_TV[:, :vocab_size], weights_T.dtype, cap)
         norm_T = true_TV.logsumexp(dim=1)
         ctx.save_for_backward(logits_TV, targets_T, weights_T, norm_T)
         ctx.rule = rule

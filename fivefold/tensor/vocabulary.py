@@ -15,7 +15,7 @@ from torch import Tensor
 from fivefold.config.data import IGNORED
 from fivefold.mesh.collectives import all_gather
 from fivefold.mesh.device import uses_gpu_kernels
-from fivefold.model.caps import capped
+from fivefold.model.caps import capped_as
 from fivefold.model.layers import Embedding
 from fivefold.model.leaves import local
 from fivefold.model.loss import (
@@ -197,8 +197,8 @@ class Entries:
 
         The rows are the log-sum-exp, the target's logit if in this range (else 0), and the sum.
         """
-        wide = logits_Tv.to(torch.promote_types(logits_Tv.dtype, torch.float32))
-        wide = capped(wide, self.rule.cap)
+        dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
+        wide = capped_as(logits_Tv, dtype, self.rule.cap)
         true = wide[:, : self.true(logits_Tv)]
         here_T, mine_T = _own_rows(labels_T, self.first, logits_Tv.shape[1])
         # A range of padding only is allowed: its log-sum-exp is -inf and its sum 0.

@@ -200,6 +200,32 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "optimizer_cpu_offload": True,
         },
     ),
+    # The message of a forward's last gather is free before the loss, which caps logits in place.
+    "one microbatch, capped logits": (
+        "llama3-8b",
+        {
+            "data_parallel_sharding_strategy": "optim",
+            "final_logit_softcapping": 30.0,
+            "seq_length": 2048,
+            "micro_batch_size": 2,
+            "vocab_size": 32768,
+        },
+    ),
+    # The message of the ends stays until the only layer's is copied.
+    "stages of one layer": (
+        "llama3-8b",
+        {
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "interleaved_1f1b",
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "global_batch_size": 16,
+            "micro_batch_size": 1,
+            "vocab_size": 32768,
+            "num_layers": 4,
+            "ranks": 8,
+        },
+    ),
     # The first backward makes 8-bit copies of weights, layer after layer, for gradients of inputs.
     "8 bits, sums split, optimizer on the host": (
         "llama3-8b",

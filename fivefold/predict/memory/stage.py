@@ -165,7 +165,8 @@ class _Actions:
         if route.stage.head:
             loss = total(loss_bytes(route.layout.config.model, route.running))
             working = route.tokens * loss.recomputed + self._moving
-            gathered = route.copies.but("ends", "message")
+            stays = () if route.policy.frees_message else ("message",)
+            gathered = route.copies.but("ends", *stays)
             points.append(ActPoint("the loss", working=working, resharded=gathered))
         if route.policy.splits_copy:
             points += gathers(route.copies, ActPoint("", -self._largest, route.gone), "passed")
