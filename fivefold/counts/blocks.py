@@ -88,6 +88,12 @@ class GatheredBlock:
     def _together(self) -> tuple["GatheredBlock", "GatheredBlock"]:
         return replace(self, dense=(), experts=(), narrow=(0, 0)), self
 
+    def made_anew(self, policy: StatePolicy) -> int:
+        """Elements of one block whose gradients are freed after each step."""
+        if policy.frees_gradients:
+            return self.size
+        return policy.frees_experts * self.sizes[1]
+
     def copied(self, policy: StatePolicy) -> float:
         """Bytes of a gathered copy of one block."""
         return self.size * policy.copy - sum(self.narrow) * (policy.copy - policy.narrow_copy)

@@ -52,6 +52,8 @@ class StatePolicy:
         offloads_weights: whether the weights of these parameters are on the device for their
             gathers only.
         weights_on_disk: whether such weights lie on a disk, not in host memory.
+        frees_experts: whether those of experts are, where gradients of other weights are not: only
+            ranks with the same experts keep them in messages.
         frees_gradients: whether gradients on the device are freed after each step, so that there
             are none before the first backward.
         step_weight: bytes of a weight that 8-bit linear layers keep for the microbatches of a step,
@@ -92,6 +94,7 @@ class StatePolicy:
     on_disk: bool = False
     offloads_weights: bool = False
     weights_on_disk: bool = False
+    frees_experts: bool = False
     frees_gradients: bool = False
     step_weight: float = 0.0
     muon: bool = False
@@ -181,6 +184,7 @@ def layout_policy(layout: Layout) -> StatePolicy:
             fresh=policy.fresh + wide * (not alone),
             widened=wide * (alone and backwards > 1 and not by_products),
             in_place=by_products and layout.fills_messages,
+            frees_experts=layout.grid.edp == 1,
             sent=0 if alone else wire * (wire != policy.gradient),
         )
     if keeps_weights(config, backwards):

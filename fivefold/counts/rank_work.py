@@ -27,7 +27,6 @@ from fivefold.description.layers import describe_layer
 from fivefold.description.running import Running
 from fivefold.description.shape import has_final_norm, layer_weights, placed_layers
 from fivefold.layout import Layout
-from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.attention.blocks import flash_takes
 
 
@@ -53,8 +52,7 @@ def kept_activations(
     """
     config, parts = layout.config, layout.split.stages[stage]
     memory, model = layout.memory_of(stage), config.model
-    etp = layout.grid.coordinates(rank, EXPERT_AXES)["etp"]
-    running = replace(Running.of(config), memory=memory, adds_expert_bias=etp == 0)
+    running = replace(Running.of(config), memory=memory)
     tokens = config.rank_tokens
     saved = []
     routed = {} if rows is None or running.routed is not None else rows.first

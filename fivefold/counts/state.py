@@ -164,9 +164,7 @@ def stage_gradients(layout: Layout, stage: StageParts, policy: StatePolicy) -> f
     blocks = stage_blocks(layout, stage, trained=True, whole_embedding=whole)
     if policy.splits_gradient:
         return sum(block.count * kept_reduced(layout, block, policy) for block in blocks)
-    return (
-        policy.frees_gradients * policy.gradient * sum(block.count * block.size for block in blocks)
-    )
+    return policy.gradient * sum(block.count * block.made_anew(policy) for block in blocks)
 
 
 def kept_reduced(layout: Layout, block: GatheredBlock, policy: StatePolicy) -> float:

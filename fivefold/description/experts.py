@@ -250,10 +250,10 @@ class ExpertsOut(Operation):
         return (_scaled(self, kept, inner, running) if running.narrows("moe_act") else kept,)
 
     def kept_else(self, running: Running) -> tuple[Kept, ...]:
-        """The bias per row, which the gradient of the row's weight reads."""
+        """The bias per row, which other frameworks keep for the gradient of the row's weight."""
         biased = any(len(weight.shape) == 2 for weight in self.weights)
-        added = biased * self.weighs * running.adds_expert_bias
-        size = running.element_bytes * self.outputs * added * running.rows(self.copies)
+        kept = biased * self.weighs * running.others
+        size = running.element_bytes * self.outputs * kept * running.rows(self.copies)
         return (Kept("expert_fc2_bias", (size,), ("moe", "routed_experts")),)
 
     def deferred(self, running: Running) -> float:

@@ -35,7 +35,6 @@ class Running:
         expert_tensor_parallel: ranks that split each expert.
         dispatcher: token dispatcher.
         experts: settings of routers.
-        adds_expert_bias: whether this one of the ranks that split an expert adds its output bias.
         routed: known rows of the layer's experts per microbatch; None: expected rows.
         fused_attention: whether attention never holds S x S scores, as is so in Fivefold.
         others: whether another framework runs it: dropout keeps a byte per value, losses more.
@@ -65,7 +64,6 @@ class Running:
     expert_tensor_parallel: int = 1
     dispatcher: TokenDispatcher = "alltoall"
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
-    adds_expert_bias: bool = True
     routed: LayerRows | None = None
     fused_attention: bool = True
     others: bool = True

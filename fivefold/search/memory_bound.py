@@ -119,7 +119,8 @@ class _State:
     def _per_parameter(self, kind: str, *, trained: bool) -> Values:
         """[2, N] bytes of a dense parameter, or of experts': at a step's start, and those made."""
         c, (whole, split) = self.space.columns, self.bytes[trained]
-        at = (c["dp"] * c["cp"] == 1).astype(np.intp), c["strategy"]
+        ranks = c["dp"] * c["cp"] if kind == "dense" else self.space.edp
+        at = (ranks == 1).astype(np.intp), c["strategy"]
         found: Values = whole[:, *at] + split[:, *at] / self.shards[kind]
         return found
 

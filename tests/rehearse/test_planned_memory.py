@@ -211,6 +211,18 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size": 32768,
         },
     ),
+    # Experts without replicas have no message for gradients, which are made as a backward comes.
+    "one microbatch, experts on a rank each": (
+        "gpt-oss-20b",
+        {
+            "num_experts": 8,
+            "expert_model_parallel_size": 2,
+            "data_parallel_sharding_strategy": "no_shard",
+            "seq_length": 1024,
+            "global_batch_size": 2,
+            "vocab_size": 50257,
+        },
+    ),
     # The message of the ends stays until the only layer's is copied.
     "stages of one layer": (
         "llama3-8b",

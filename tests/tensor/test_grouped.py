@@ -25,6 +25,37 @@ def _random(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("adds_bias", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("rows", ROWS)
+def test_each_row_gets_its_groups_bias_and_none_is_kept(
+    rows: list[int], weighted: bool, adds_bias: bool
+) -> None:
+    """For as many features as are taken at a time and some more."""
+    features = grouped.COLUMNS + 2
+    linear = GroupedLinear(4, H, features, bias=True).double()
+    assert linear.bias is not None
+    linear.bias.data.copy_(_random(1, 4, features))
+    y, weights = _random(2, sum(rows), features), _random(3, sum(rows))
+    plain = [x.clone().requires_grad_() for x in (y, linear.bias.detach(), weights)]
+    ours = [y.requires_grad_(), linear.bias, weights.requires_grad_()]
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.numel()), x)[1], id):
+        linear.biased(y, torch.tensor(rows), weights if weighted else None, adds_bias=adds_bias)
+    assert max(kept) <= linear.bias.numel()
+    found = linear.biased(y, torch.tensor(rows), weights if weighted else None, adds_bias=adds_bias)
+    of_rows = plain[1].repeat_interleave(torch.tensor(rows), 0)
+    of_rows = of_rows * plain[2][:, None] if weighted else of_rows
+    torch.testing.assert_close(found, plain[0] + of_rows * adds_bias, rtol=1e-12, atol=1e-12)
+    upstream = _random(4, sum(rows), features)
+    found.backward(upstream)
+    (plain[0] + of_rows).backward(upstream)  # ranks that split experts have a whole gradient each
+    if not (weighted and adds_bias):
+        plain[2].grad = None
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_group_has_its_own_linear(way: str) -> None:
     linear, deferred = GroupedLinear(4, H, F_OUT).double(), DeferredWeights()

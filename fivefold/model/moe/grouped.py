@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fivefold.mesh.device import uses_gpu_kernels
 from fivefold.model.leaves import local
@@ -70,34 +71,60 @@ class GroupedLinear(nn.Module):
         """[T, out] with the biases of the rows, if there are any; arguments as in `forward`."""
         if self.bias is None:
             return y_TF
-        bias_TF: Tensor = _OfRows.apply(local(self.bias), rows_E, len(y_TF))
-        if weights_T is not None:
-            weights_T = weights_T if adds_bias else weights_T.detach()
-            bias_TF = (bias_TF * weights_T[:, None]).to(y_TF.dtype)
-        return y_TF + (bias_TF if adds_bias else bias_TF - bias_TF.detach())
+        bias_EF = local(self.bias)
+        out_TF: Tensor = _Biased.apply(y_TF, bias_EF, rows_E, weights_T, adds_bias)
+        return out_TF
 
 
-class _OfRows(torch.autograd.Function):
-    """The bias of each row's group: [E, F] -> [T, F].
+class _Biased(torch.autograd.Function):
+    """[T, F] with the bias [E, F] of each row's group, times the row's weight; or without it.
 
-    Its gradient is summed in at least fp32. Autograd's own would keep the group of each row, and a
-    GPU would add rows of bf16 one by one in any order, which rounds away all but the first few
-    hundred.
+    Saves nothing of the size of the rows, of which autograd would keep one, and has no wide copies
+    of all features. The gradient of the bias is summed in at least fp32: a GPU would add rows of
+    bf16 one by one in any order, which rounds away all but the first few hundred.
     """
 
     @staticmethod
-    def forward(ctx: Any, bias_EF: Tensor, rows_E: Tensor, rows: int) -> Tensor:
-        ctx.save_for_backward(rows_E)
-        return bias_EF.repeat_interleave(rows_E, 0, output_size=rows)
+    def forward(
+        ctx: Any,
+        y_TF: Tensor,
+        bias_EF: Tensor,
+        rows_E: Tensor,
+        weights_T: Tensor | None,
+        adds_bias: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(bias_EF, rows_E, weights_T)
+        ctx.adds_bias = adds_bias
+        if not adds_bias:
+            return y_TF.view_as(y_TF)
+        out_TF = _of_rows(bias_EF, rows_E, len(y_TF))
+        if weights_T is not None:
+            out_TF.mul_(weights_T[:, None])
+        return out_TF.add_(y_TF)
 
     @staticmethod
-    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, None, None]:
-        (rows_E,) = ctx.saved_tensors
-        return sums_of_groups(grad_TF, rows_E).to(grad_TF.dtype), None, None
+    @once_differentiable
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor | None, ...]:
+        bias_EF, rows_E, weights_T = ctx.saved_tensors
+        grad_EF = grad_T = None
+        if ctx.needs_input_grad[1]:
+            grad_EF = sums_of_groups(grad_TF, rows_E, weights_T).to(bias_EF.dtype)
+        if ctx.needs_input_grad[3] and ctx.adds_bias:
+            wide = torch.promote_types(grad_TF.dtype, torch.float32)
+            parts = zip(grad_TF.split(COLUMNS, 1), bias_EF.split(COLUMNS, 1), strict=True)
+            rows = ((grad, _of_rows(bias, rows_E, len(grad)).to(wide)) for grad, bias in parts)
+            each = [wide_TF.mul_(grad).sum(1) for grad, wide_TF in rows]
+            grad_T = torch.stack(each).sum(0).to(weights_T.dtype)
+        return grad_TF, grad_EF, None, grad_T, None
 
 
-def sums_of_groups(x_TF: Tensor, rows_E: Tensor) -> Tensor:
-    """The sum of the rows of each group, [E, F] in at least fp32.
+def _of_rows(bias_EF: Tensor, rows_E: Tensor, rows: int) -> Tensor:
+    """[T, F] the bias of each row's group; nothing waits for the device."""
+    return bias_EF.repeat_interleave(rows_E, 0, output_size=rows)
+
+
+def sums_of_groups(x_TF: Tensor, rows_E: Tensor, weights_T: Tensor | None = None) -> Tensor:
+    """The sum of the rows of each group, times their weights: [E, F] in at least fp32.
 
     Groups are cut where `ROWS` divides the number of a row, and their parts added up: so the device
     has much to do at once, however few groups there are. Nothing waits for it.
@@ -110,7 +137,10 @@ def sums_of_groups(x_TF: Tensor, rows_E: Tensor) -> Tensor:
     def added(x: Tensor, lengths: Tensor) -> Tensor:
         return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True)
 
-    each = (added(x.to(wide), cuts.diff()) for x in x_TF.split(COLUMNS, 1))
+    def widened(x: Tensor) -> Tensor:
+        return x.to(wide) if weights_T is None else x * weights_T[:, None].to(wide)
+
+    each = (added(widened(x), cuts.diff()) for x in x_TF.split(COLUMNS, 1))
     return torch.cat([added(sums, parts_E) for sums in each], 1)
 
 

@@ -170,6 +170,9 @@ class _Walk:
             fresh = self._new.waiting + size * self._new.fresh
             yield self._in_first(inside._replace(gradients=fresh))
         if not route.policy.reduces:
+            anew = passage.first and route.policy.frees_experts
+            for place in route.largest if anew else ():
+                yield from self._end_of(place, point)
             return
         yield from self._end_of(last, point)
         if passage.reduces and last:

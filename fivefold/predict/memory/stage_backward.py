@@ -101,6 +101,8 @@ class StageBackward:
             new = size * self.fresh
             if self.anew:  # FSDP2 converts them one by one
                 new = block.converted(policy.fresh, policy.gradient)
+            elif self.first:
+                new = max(new, policy.gradient * block.made_anew(policy))
             return Change(new, made, resharded)
         shard = self._first.held(block)
         back = policy.gradient * self._first.largest(block) * self._comes_back(block)
@@ -159,7 +161,9 @@ class StageBackward:
         if policy.splits_gradient:
             return self._reduced(done) if self.first else 0.0
         if not policy.frees_gradients:
-            return self.sent * sum(block.count * block.size for block in done)
+            anew = self.first * policy.gradient
+            each = (self.sent * block.size + anew * block.made_anew(policy) for block in done)
+            return sum(block.count * size for block, size in zip(done, each, strict=True))
         whole = now = policy.gradient * sum(block.count * block.size for block in done)
         if self.reduces and policy.splits_optimizer:
             now = self._reduced(done)
