@@ -13,7 +13,7 @@ PROVEN: Only = MappingProxyType(
         "data_parallel_sharding_strategy": frozenset({"no_shard", "optim", "optim_grads_params"}),
         "num_distributed_optimizer_instances": frozenset({1}),
         "cp_comm_type": frozenset({("p2p",)}),
-        "recompute_method": frozenset({"uniform"}),
+        "recompute_method": frozenset({"block", "uniform"}),
         "recompute_in_flight_limit": frozenset({None}),
         "fine_grained_activation_offloading": frozenset({False}),
         "cross_entropy_fusion_impl": frozenset({"native"}),

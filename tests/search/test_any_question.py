@@ -168,9 +168,9 @@ def test_what_a_no_suggests_works_when_typed(seeds: tuple[int, ...]) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(32))
 def test_what_every_no_suggests_works_when_typed(part: int) -> None:
-    assert sum(check_suggestions(line_of(seed)) for seed in range(part, 1_000, 8)) > 50
+    assert sum(check_suggestions(line_of(seed)) for seed in range(part, 1_000, 32)) > 12
 
 
 def is_legal(config: Config, world: int) -> bool:
