@@ -20,6 +20,7 @@ from fivefold.description.activations import (
 from fivefold.description.kinds import layer_kinds
 from fivefold.description.layers import describe
 from fivefold.description.running import Running
+from fivefold.description.shape import count_parameters
 from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.memory.sizes import deferred_bytes
 from fivefold.search.bound_tables import (
@@ -68,6 +69,16 @@ def memory_bound(space: Space, ranks: Ranks, *, estimate: bool = False) -> Value
         np.maximum(best, start + held + np.where(meet, freed, 0), out=best)
         np.maximum(best, start + np.where(several, freed, 0), out=best)
     return best
+
+
+def least_state(config: Config) -> float:
+    """Bytes of weights and optimizer state that all ranks of any layout hold together, at least."""
+    each = (_parameter_bytes(config, trained=trained) for trained in (True, False))
+    trained, frozen = (float(bytes_[:, 0].sum(axis=0).min()) for bytes_ in each)
+    model = config.model
+    size = count_parameters(model, padded=False).total
+    apart = 0 if model.trains_all else count_parameters(model.base, padded=False).total
+    return (size - apart) * trained + apart * frozen
 
 
 _RUNNING = ("partition", "tp", "sp", "cp", "etp", "mbs", "microbatches", "memory")

@@ -24,7 +24,7 @@ from fivefold.search.by_stage import PARTIALS, PartlyRecomputed, partials
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.columns import Column
 from fivefold.search.enumeration import enumerate_space
-from fivefold.search.memory_bound import memory_bound
+from fivefold.search.memory_bound import least_state, memory_bound
 from fivefold.search.memory_choices import further_choices
 from fivefold.search.refine import Refiner, distinct
 from fivefold.search.request import Request
@@ -296,6 +296,8 @@ def _smallest(found: Iterable[Candidate]) -> list[Candidate]:
 
 def _that_may_fit(request: Request) -> Iterator[Candidate]:
     """The layouts with the lowest bounds on memory; none if no layout's bound fits."""
+    if least_state(request.config) > request.world * request.cluster.room:
+        return
     space = legal_space(request)
     if len(space):
         ranks = Ranks.of(request.config.model, space.partitions)

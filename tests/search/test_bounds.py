@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
+from fivefold.description.shape import count_parameters
 from fivefold.predict.cluster_file import load_cluster
 from fivefold.predict.memory.peak import peak_memory
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.branch_and_bound import Ledger, OpenCandidates
 from fivefold.search.enumeration import enumerate_space
-from fivefold.search.memory_bound import memory_bound
+from fivefold.search.memory_bound import least_state, memory_bound
 from fivefold.search.request import Request
 from fivefold.search.space import Space
 from fivefold.search.time_bound import time_bound
@@ -84,6 +85,7 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(
     layout = check(row.config_of(0), world, planned=True)
     memory, prediction = peak_memory(layout, cluster), predict(layout, cluster)
     assert memory_bound(row, ranks)[0] <= memory.max_allocated * (1 + TIGHT)
+    assert least_state(row.config) <= world * memory.max_allocated * (1 + TIGHT)
     bounds = time_bound(row, ranks, cluster)
     least = bounds.seconds[0]
     assert least <= prediction.step_time * (1 + TIGHT)
@@ -93,6 +95,14 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(
     assert least <= candidates.unseen <= prediction.step_time * (1 + TIGHT)
     rounds = "zero_quantized_gradients" in OTHERWISE[otherwise]  # by kernels that have no bound
     assert rounds or least >= prediction.step_time / 5  # and they say something
+
+
+def test_all_ranks_together_hold_each_weight_with_its_state() -> None:
+    config = Config(PRESETS["llama3-8b"]).with_values(precision="bf16")
+    weights = count_parameters(config.model, padded=False).total
+    assert least_state(config) == 12 * weights  # in fp32, with both moments
+    on_host = config.with_values(optimizer_cpu_offload=True)
+    assert least_state(on_host) == 2 * weights
 
 
 def test_replicas_that_do_not_divide_those_of_experts_are_bounded() -> None:
