@@ -56,7 +56,7 @@ def configs(draw: st.DrawFn) -> Config:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(configs(), st.integers(1, 24))
 def test_a_layout_adds_up_or_is_refused_with_splits_that_pass(config: Config, world: int) -> None:
     try:
@@ -94,7 +94,7 @@ def _with_split(config: Config, match: re.Match[str]) -> Config:
 
 
 @given(configs(), st.integers(1, 24))
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_each_suggested_flag_mends_its_mistake(config: Config, world: int) -> None:
     """A single flag removes the line that suggested it, whatever else is still wrong."""
     for mistake in _mistakes(config, world):

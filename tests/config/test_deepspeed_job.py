@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.check import check
@@ -221,6 +221,7 @@ anything = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_file_is_translated_or_refused_by_name(data: st.DataObject) -> None:
     file: dict[str, Any] = data.draw(st.sampled_from(FILES))

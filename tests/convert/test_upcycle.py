@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -127,6 +127,7 @@ def test_weights_are_those_of_the_paper(activation: str, pre_softmax: bool) -> N
     assert torch.equal(mixture[name], drawn.double().repeat_interleave(parts, dim=0))
 
 
+@settings(max_examples=50)
 @given(data=st.data(), name=st.sampled_from(sorted(EXACT)))
 def test_every_slice_is_a_slice_of_the_whole(data: st.DataObject, name: str) -> None:
     """However experts, their rows and columns are split over ranks."""

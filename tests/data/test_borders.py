@@ -48,7 +48,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(path, name, text, size):
     assert [i for ids in encoded for i in ids.tolist()] == whole.tolist()
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(text=texts, cuts=st.lists(st.integers(0, 80), max_size=4))
 def test_a_border_is_one_wherever_the_text_around_it_ends(text, cuts):
     tokenizers = [tokenizer_of(name) for name in CUT]

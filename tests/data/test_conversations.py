@@ -107,7 +107,7 @@ turns = st.lists(words, min_size=1, max_size=3).flatmap(
 
 
 @pytest.mark.parametrize("name", ["chatml", "turns"])
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(said=turns, asks=st.booleans())
 def test_tokens_and_learnt_ones_are_those_of_transformers(cases, name, said, asks):
     """With the template's marks, and the same without them."""

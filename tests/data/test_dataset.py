@@ -129,7 +129,7 @@ splits = st.lists(numbers, min_size=1, max_size=3).filter(lambda s: any(map(floa
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(split=splits, count=st.one_of(st.integers(1, 2000), st.integers(1, 2**31)))
 def test_splits_are_megatrons(split, count):
     text = ",".join(split)

@@ -58,7 +58,7 @@ def every_cut(parts, placement, room=None):
     return best
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     TIME,
     st.lists(TIME, min_size=1, max_size=7),
@@ -104,7 +104,7 @@ def test_the_memory_that_a_refusal_names_is_enough(seed):
         balance(parts, placement, replace(room, limit=float(value) * 2**30))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(TIME, st.lists(TIME, min_size=1, max_size=8), TIME, st.integers(1, 5))
 def test_even_stages_are_most_alike(embedding, layers, head, stages):
     """Of all cuts with the lightest heaviest stage, none has a smaller sum of squares."""
@@ -130,7 +130,7 @@ def test_of_equal_cuts_early_stages_hold_less():
     assert [len(stage.layers) for stage in even_stages(parts, 4)] == [2, 2, 3, 3]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     TIME,
     st.lists(TIME.map(lambda time: time + 0.1), min_size=3, max_size=7),

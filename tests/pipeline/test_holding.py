@@ -1,7 +1,7 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.pipeline.costs.costs import Costs
@@ -63,6 +63,7 @@ SCHEDULES = [
 
 
 @pytest.mark.slow
+@settings(max_examples=50)
 @given(st.sampled_from(SCHEDULES), st.integers(3, 6), st.integers(2, 8), st.booleans())
 def test_programs_stay_valid_hold_no_more_and_cannot_hang(schedule, half, limit, early):
     name, placement = schedule

@@ -23,7 +23,7 @@ def placement_for(name, ranks, virtual):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 16), st.integers(1, 3), st.booleans())
 def test_every_schedule_is_valid_and_cannot_hang_or_says_why_not(
     name, ranks, virtual, total, slices, forward_only

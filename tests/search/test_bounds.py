@@ -73,7 +73,7 @@ def space_of(model: str, otherwise: int = 0) -> Space:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", chosen(CASES, "gpt2", "deepseek-v2-lite"))
 @example(place=0.7337371690994527, otherwise=0)  # most is held in the drain
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(place=st.floats(0, 1, exclude_max=True), otherwise=st.sampled_from(range(len(OTHERWISE))))
 def test_no_layout_is_faster_or_smaller_than_its_bounds(
     model: str, place: float, otherwise: int

@@ -463,13 +463,13 @@ def verify_in_pool(
     settings: Config,
     plant: str | None = None,
     on_rank: Callable[..., VerifyReport | None] | None = None,
-    steps: int = STEPS,
+    steps: int = STEPS - 1,
 ) -> VerifyReport:
     """`fivefold.verify.run.verify` on processes that are there already.
 
-    `on_rank` is called instead of `compare_on_rank`, with its arguments. One step, after which
-    weights are compared, too, is enough where what is asked about keeps nothing for the next one;
-    what layouts keep is shown by the rows of test_matrix.py.
+    `on_rank` is called instead of `compare_on_rank`, with its arguments. What a step keeps for the
+    next one shows in two; the rows of test_matrix.py run as many as the command does. One step,
+    after which weights are compared, too, is enough where what is asked about keeps nothing.
     """
     layout, _ = prepare(check(settings, world_size))
     prepared = layout.config

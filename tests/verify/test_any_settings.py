@@ -11,7 +11,7 @@ from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_ranks
 from tests.verify.any_settings import ALL, draw
-from tests.verify.cases import chosen, config, verify_in_pool
+from tests.verify.cases import STEPS, chosen, config, verify_in_pool
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def test_what_goes_together_is_exact(seed: int) -> None:
     settings = draw(random, lambda drawn: check(config(ALL[name], **drawn), ranks))
     shown = f"{name} on {ranks}: {settings}"
     try:
-        report = verify_in_pool(ranks, config(ALL[name], **settings))
+        report = verify_in_pool(ranks, config(ALL[name], **settings), steps=STEPS)
     except ConfigError as refused:  # of what rounds to 8 bits, in fp32
         assert "a last bit of fp32 decides" in str(refused), shown
         return

@@ -21,7 +21,7 @@ from fivefold.model.transformer import Stage
 from fivefold.pipeline.split.stages import StageSpec
 from fivefold.verify.shrink import prepare
 from tests.model.models import batch_of
-from tests.verify.cases import MIXTURE, MODELS, chosen, config, flags, named, verify_in_pool
+from tests.verify.cases import MIXTURE, MODELS, STEPS, chosen, config, flags, named, verify_in_pool
 
 HYBRID = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
 MIXED = replace(MIXTURE, mtp_num_layers=1, moe_shared_expert_gate=True)
@@ -191,7 +191,8 @@ LATE_CASES = CASES | {
 def test_delayed_scales_are_those_of_one_device(case: str) -> None:
     """As they are in training: no cut of a tensor changes what all its ranks have seen."""
     world, model, settings = LATE_CASES[case]
-    report = verify_in_pool(world, config(model, world, **HYBRID | settings | LATE))
+    settings = HYBRID | settings | LATE  # of two steps before
+    report = verify_in_pool(world, config(model, world, **settings), steps=STEPS)
     assert report.passed, report.text()
 
 

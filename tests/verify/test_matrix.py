@@ -105,7 +105,7 @@ RUN = [row if row in QUICK else pytest.param(row, marks=pytest.mark.exhaustive) 
 @pytest.mark.parametrize("row", RUN, ids=_name)
 def test_every_row_is_exact_and_sends_what_the_formulas_say(row: Row) -> None:
     settings = config(MODELS[row["family"]], **matrix.settings(row))
-    report = verify_in_pool(matrix.ranks(row), settings, on_rank=measured)
+    report = verify_in_pool(matrix.ranks(row), settings, on_rank=measured, steps=STEPS)
     assert report.passed, report.text()
     assert report.steps == STEPS and None not in report.max_rel_error.values()
 

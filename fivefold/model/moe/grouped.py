@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from fivefold.mesh.device import uses_gpu_kernels
 from fivefold.model.leaves import local
 from fivefold.model.products import Kept, Products, add_product, of_one_input, outputs
+from fivefold.model.traced import result
 
 GROUPING = (9, 10)
 """Compute capabilities of GPUs with a grouped kernel, by their first number (torch 2.11)."""
@@ -96,11 +97,11 @@ class _Biased(torch.autograd.Function):
         ctx.save_for_backward(bias_EF, rows_E, weights_T)
         ctx.adds_bias = adds_bias
         if not adds_bias:
-            return y_TF.view_as(y_TF)
+            return result(y_TF.view_as(y_TF))
         out_TF = _of_rows(bias_EF, rows_E, len(y_TF))
         if weights_T is not None:
             out_TF.mul_(weights_T[:, None])
-        return out_TF.add_(y_TF)
+        return result(out_TF.add_(y_TF))
 
     @staticmethod
     @once_differentiable
