@@ -171,11 +171,7 @@ def expected_record(
         from_host=traffic.to_device,
         brought=traffic.weights,
         activations={
-            s: kept_activations(
-                *(layout, measured.rank, s % count, rows),
-                packed=measured.packed,
-                on_gpu=on_gpu,
-            )
+            s: kept_activations(layout, s % count, rows, packed=measured.packed, on_gpu=on_gpu)
             for s in stages
         },
         multiplications=multiplications(layout, measured.rank, rows),

@@ -52,10 +52,10 @@ class StatePolicy:
         offloads_weights: whether the weights of these parameters are on the device for their
             gathers only.
         weights_on_disk: whether such weights lie on a disk, not in host memory.
-        frees_experts: whether those of experts are, where gradients of other weights are not: only
-            ranks with the same experts keep them in messages.
         frees_gradients: whether gradients on the device are freed after each step, so that there
             are none before the first backward.
+        frees_experts: whether those of experts are even where others are not, which stay in the
+            messages of replicas: experts may have none.
         step_weight: bytes of a weight that 8-bit linear layers keep for the microbatches of a step,
             once for the results and once for the gradients of inputs; 0 if they do not.
         muon: whether only what is no matrix of a layer has a second moment, which `moments` leaves
@@ -94,8 +94,8 @@ class StatePolicy:
     on_disk: bool = False
     offloads_weights: bool = False
     weights_on_disk: bool = False
-    frees_experts: bool = False
     frees_gradients: bool = False
+    frees_experts: bool = False
     step_weight: float = 0.0
     muon: bool = False
     once: bool = False

@@ -32,7 +32,6 @@ from fivefold.model.attention.blocks import flash_takes
 
 def kept_activations(
     layout: Layout,
-    rank: int,
     stage: int,
     rows: StepRows | None,
     *,
@@ -43,7 +42,6 @@ def kept_activations(
 
     Args:
         layout: layout of the run.
-        rank: rank whose bytes are counted.
         stage: index of the stage in the split.
         rows: rows of each layer in the step; None: expected rows with evenly used experts.
         packed: whether rows hold several documents.
