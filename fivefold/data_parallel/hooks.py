@@ -34,7 +34,7 @@ class UnitHooks:
         self._groups, self._once = list(groups), once
         self._root, *layers = units
         self._last = next(last_layer_first(layers), None)
-        self._rest, self._reduces = False, True
+        self._rest, self._reduces, self._again = False, True, False
         self._adding: set[Any] = set()
         for unit in units:
             state = internals.state_of(unit)
@@ -46,6 +46,7 @@ class UnitHooks:
 
     def before_forward(self, *, reduces: bool) -> None:
         """`reduces`: whether hooks reduce gradients in the backward of the coming forward."""
+        self._again = False
         if self._once:
             self._rest = not reduces and all(group.is_unsharded for group in self._groups)
             self._reduces = reduces
@@ -53,6 +54,7 @@ class UnitHooks:
     def before_backward(self, *, reduces: bool) -> None:
         """`reduces`: as for the forward; otherwise gradients are added up as they arrive, in their
         own type if it is another than that of weights."""
+        self._again = True
         if not self._once:
             return
         self._rest = not reduces
@@ -73,6 +75,8 @@ class UnitHooks:
             if not tensors:  # torch 2.11 fails where nothing is given at all
                 return internals.before_forward(state, module, given, named)
             tied, others = internals.before_forward(state, module, tensors, others)
+        if self._again:  # the next gather may be a whole backward away
+            internals.free_gathered(self._root)
         each_tied = iter(tied)
         both = (next(each_tied) if isinstance(each, Tensor) else each for each in given)
         return tuple(both), named | others

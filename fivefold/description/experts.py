@@ -217,13 +217,22 @@ class ExpertsIn(Operation):
 
     def working(self, running: Running) -> float:
         """Bytes per token of gradients alive while its weight gradient is computed."""
+        around = running.element_bytes * self.features / running.token_parts
+        return around + self.of_outputs(running) + self.of_rows(running)
+
+    def of_outputs(self, running: Running) -> float:
+        """Bytes per token of the gradients of its outputs."""
         inner = self.outputs / running.expert_tensor_parallel
-        around = self.features / running.token_parts + running.rows(self.copies) * inner
-        return running.element_bytes * around + self.of_rows(running)
+        return running.element_bytes * running.rows(self.copies) * inner
 
     def of_rows(self, running: Running) -> float:
         """Bytes per token of the gradient of its rows."""
         return running.element_bytes * running.rows(self.copies) * self.inputs
+
+    @property
+    def has_several(self) -> bool:
+        """Whether each expert has several such layers."""
+        return sum(len(weight.shape) == 3 for weight in self.weights) > 1
 
 
 @dataclass(frozen=True, kw_only=True)

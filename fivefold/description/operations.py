@@ -332,10 +332,14 @@ class CoreAttention(Operation):
         return Kept("core_attn", attended, recomputed), repeated, beside, scores, result
 
     def working(self, running: Running) -> float:
-        """Bytes per token of the gradients of its result and of queries, keys and values."""
+        """Bytes per token of the gradients of its result and of queries, keys and values; and of
+        copies of values, of the result and of their gradients with as many features as queries."""
         model = self.model
-        queries = running.by_heads(model.attention_size + model.q_size)
-        return queries + running.by_key_heads(model.k_size + model.v_size, model.num_kv_heads)
+        queries, keys = model.attention_size + model.q_size, model.k_size + model.v_size
+        if model.value_dim < model.query_dim:
+            queries += 2 * model.q_size
+            keys += 2 * model.k_size - model.v_size
+        return running.by_heads(queries) + running.by_key_heads(keys, model.num_kv_heads)
 
     def _keeps_output(self, running: Running) -> bool:
         """Whether attention keeps its output in addition to its reader's copy: because ranks

@@ -493,6 +493,69 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "recompute_granularity": "full",
         },
     ),
+    # Attention of values with fewer features than queries copies them; and what a GPU does in one
+    # call was rehearsed block by block.
+    "latents": (
+        "deepseek-v3",
+        {
+            "moe_layer_freq": "1",
+            "num_experts": 8,
+            "moe_ffn_hidden_size": 256,
+            "moe_router_topk": 4,
+            "moe_router_group_scores": 1,
+            "mtp_num_layers": 0,
+            "seq_length": 4096,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "optimizer_cpu_offload": True,
+            "recompute_granularity": "full",
+        },
+    ),
+    # The message of weights that are gathered to run experts again stayed until the next one.
+    "experts that run again": (
+        "deepseek-v2-lite",
+        {
+            "ranks": 4,
+            "num_layers": 4,
+            "moe_layer_freq": "1",
+            "vocab_size": 65536,
+            "seq_length": 4096,
+            "micro_batch_size": 2,
+            "global_batch_size": 16,
+            "pipeline_model_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "optimizer_cpu_offload": True,
+            "recompute_granularity": "full",
+        },
+    ),
+    # The rows of experts, and gradients of what each makes of them, were free while those of the
+    # rows are added.
+    "gradients of rows": (
+        "qwen3-30b-a3b",
+        {
+            "num_experts": 16,
+            "seq_length": 4096,
+            "global_batch_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "recompute_granularity": "full",
+        },
+    ),
+    # Messages of rows were counted beside what experts do with these.
+    "rows that have arrived": (
+        "deepseek-v2-lite",
+        {
+            "ranks": 4,
+            "num_layers": 4,
+            "moe_layer_freq": "1",
+            "num_experts": 16,
+            "seq_length": 4096,
+            "global_batch_size": 8,
+            "expert_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe", "mlp"),
+        },
+    ),
     # The ends of a stage, unpacked from few bits, were counted beside their copy and the layers'.
     "ends in few bits": (
         "qwen3-8b",

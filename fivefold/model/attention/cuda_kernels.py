@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.mesh.device import runs_triton
+from fivefold.mesh.device import runs_triton, uses_gpu_kernels
 from fivefold.model.attention.blocks import Block, Visibility, flash_takes
 from fivefold.model.attention.scores import USUAL, Scores
 from fivefold.model.dropout import HeadDropout, PairDropout
@@ -327,12 +327,12 @@ def runs_own(q: Tensor, v: Tensor, drop: HeadDropout | None) -> bool:
     fits = features <= MOST_FEATURES and features * q.itemsize <= MOST_BYTES
     if not (fits and (drop is None or drop.fused) and runs_triton(q)):
         return False
-    return not (q.is_cuda and _lacking_capability(q, 8))
+    return not _lacking_capability(q, 8)
 
 
 def lacking_flash(q: Tensor) -> str:
     """Why FlashAttention does not support queries [B, N, q, D] like these; '' if it does."""
-    if not q.is_cuda:
+    if not uses_gpu_kernels(q):
         return _ELSEWHERE
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bf16 and fp16, not in {q.dtype}"
@@ -369,5 +369,8 @@ _ELSEWHERE = "it runs on CUDA devices"
 
 
 def _lacking_capability(q: Tensor, major: int) -> str:
+    """'' also for a tensor on a CPU: Triton interprets kernels, and a shape runs none."""
+    if not q.is_cuda:
+        return ""
     found = torch.cuda.get_device_capability(q.device)
     return "" if found >= (major, 0) else f"it needs compute capability {major}.0"

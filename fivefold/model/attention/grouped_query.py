@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
+from fivefold.mesh.device import uses_gpu_kernels
 from fivefold.model.attention.blocks import DocumentMask, flash_takes
 from fivefold.model.attention.blockwise import local_attention
 from fivefold.model.attention.cuda_kernels import runs_own
@@ -163,7 +164,7 @@ def _fused(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scale: float | None) 
     q, k, v = q_BSND.transpose(1, 2), k_BLGD.transpose(1, 2), v_BLGD.transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
     flash = q.dtype in (torch.bfloat16, torch.float16) and flash_takes(q.shape[3])
-    if shared and q.is_cuda and not flash:
+    if shared and uses_gpu_kernels(q) and not flash:
         # On CUDA, only FlashAttention knows shared heads; else all S x S scores would be held.
         k, v = (_per_query_head(x, q.shape[1]) for x in (k_BLGD, v_BLGD))
         shared = False

@@ -92,11 +92,11 @@ class _NewGradients:
 
 
 @dataclass(frozen=True)
-class _Walk:
-    """The points of a backward at which memory may peak, in order.
+class _Reductions:
+    """The points at which gradients of a stage's blocks are all there, and are reduced.
 
     Attributes:
-        route: what it meets.
+        route: what a backward meets in the stage.
         passage: what becomes of gradients and of copies of weights; where it only makes weight
             gradients, those of an output layer come first.
     """
@@ -105,8 +105,119 @@ class _Walk:
     passage: StageBackward
 
     @cached_property
-    def _new(self) -> "_NewGradients":
+    def _new(self) -> _NewGradients:
         return _NewGradients(self.route, self.passage)
+
+    def at_end(self) -> Iterator[ActPoint]:
+        """The point at which the last layer is reduced, when all backwards have ended."""
+        route = self.route
+        if route.numbers:
+            point = ActPoint("the reductions", -sum(route.kept), route.gone, done=True)
+            own = next(part for parts in reversed(route.parts) for part in parts if part.size)
+            yield self._ended(point, self.passage.end_of(own), route.copies.but(), -1)
+
+    def _end_of(self, place: int, point: ActPoint) -> Iterator[ActPoint]:
+        """The end of a layer's experts, and its own, after that of all behind it.
+
+        `point`: that within the last layer.
+        """
+        route = self.route
+        copies, behind = route.copies_at(place), sum(route.kept[place + 1 :])
+        over, read = len(route.numbers) - place - 1, sum(route.read[place + 1 :])
+        name = ("the last layer", "the layer before the last", "the largest layer")[min(over, 2)]
+        experts, rest = route.parts[place]
+        done = route.behind(place)
+        if experts.size and (inner := route.in_experts(place)):
+            inside = inner._replace(
+                where=f"the experts of {name}",
+                activations=inner.activations - behind,
+                over=over,
+                read=read + inner.read,
+            )
+            gathered = copies.but("ends", "rest")
+            yield from self._reducing(inside, place, experts, done, gathered)
+            if self.passage.reduces and done:
+                rows = route.with_rows(place, inside)
+                yield self._before_reduction(rows, place, experts, done, gathered)
+            done = (*done, experts)
+        end = point._replace(
+            where=f"the end of {name}",
+            recomputed=0.0,
+            working=0.0,
+            activations=-behind - route.kept[place],
+            over=over + 1,
+            read=read + route.read[place],
+        )
+        yield from self._reducing(end, place, rest, done, copies.but("ends"))
+
+    def _reducing(
+        self,
+        point: ActPoint,
+        place: int,
+        block: GatheredBlock,
+        done: tuple[GatheredBlock, ...],
+        gathered: float,
+    ) -> Iterator[ActPoint]:
+        """Where all gradients of a block of a layer are there, after those of `done`, whose last
+        one's message is not yet free, nor are its own copies; and where they are reduced.
+
+        `gathered`: what is gathered besides both that and what is beside the layer.
+        """
+        if self.passage.reduces and done:
+            yield self._before_reduction(point, place, block, done, gathered)
+        gathered += self.route.copies_at(place).beside
+        yield self._ended(point, self.passage.end_of(block, *done), gathered, place)
+
+    def _before_reduction(
+        self,
+        point: ActPoint,
+        place: int,
+        block: GatheredBlock,
+        done: tuple[GatheredBlock, ...],
+        gathered: float,
+    ) -> ActPoint:
+        """The former of these points."""
+        passage, copies = self.passage, self.route.copies_at(place)
+        change = passage.after(done[-1], *done)
+        change = change._replace(gradients=change.gradients + block.size * passage.fresh)
+        own = block.copied(passage.policy) if copies.most else 0.0
+        return self._ended(point, change, gathered + copies.beside + own, place)
+
+    def _ends(self) -> Iterator[ActPoint]:
+        """The points at the embedding, beside the last message of the layers, and at the ends of
+        the stage."""
+        route = self.route
+        ends, *blocks = route.blocks
+        over = ActPoint("the embedding", -sum(route.kept), route.gone, done=True)
+        over = over._replace(communication=route.messages[0], read=sum(route.read))
+        if route.stage.embedding:
+            table = self._new.of_embedding
+            after = Change(0.0, 0.0, 0.0)
+            if blocks:
+                after = self.passage.after(route.parts[0][1], *blocks)
+            made = after._replace(gradients=after.gradients + table)
+            yield self._ended(over, made, route.copies.but("ends"), -1)
+        if route.policy.sent and self.passage.last:
+            sent = sum(block.count * block.size for block in route.blocks) * route.policy.sent
+            yield over._replace(where="the messages", gradients=sent)
+        if route.policy.reduces and ends.size:
+            alone = self.passage.deferred and not route.stage.embedding
+            end = self.passage.end_of(ends, *(() if alone else blocks))
+            own = over._replace(where="the ends of the stage", **end._asdict())
+            yield own._replace(resharded=end.resharded + route.copies.but())
+
+    def _ended(self, point: ActPoint, change: Change, gathered: float, place: int) -> ActPoint:
+        """The point after a change, with this many gathered bytes fewer, in the layer at a place
+        of the stage; -1: before all layers."""
+        gradients, made, resharded = change
+        gradients += self._new.waiting + self._new.looked_up(place)
+        resharded += gathered
+        return point._replace(gradients=gradients, made=made, resharded=resharded)
+
+
+@dataclass(frozen=True)
+class _Walk(_Reductions):
+    """The points of a backward at which memory may peak, in order."""
 
     def points(self) -> Iterator[ActPoint]:
         """The points at which memory may peak.
@@ -118,7 +229,7 @@ class _Walk:
         if route.stage.head:
             yield from _at_head(route, self._new.of_head)
         if route.policy.splits_copy and not self.passage.deferred:
-            yield from gathers(route.copies, ActPoint("", communication=route.messages[0]))
+            yield from self._gathers(len(route.numbers) - 1, ActPoint(""))
         if route.numbers:
             yield from self._in_layers()
         yield from self._ends()
@@ -127,14 +238,6 @@ class _Walk:
             # The loss's part stands for the logits and their gradient, which others refer to.
             fresh = own * route.policy.fresh
             yield ActPoint("the end of one graph", -sum(route.kept), gradients=fresh)
-
-    def at_end(self) -> Iterator[ActPoint]:
-        """The point at which the last layer is reduced, when all backwards have ended."""
-        route = self.route
-        if route.numbers:
-            point = ActPoint("the reductions", -sum(route.kept), route.gone, done=True)
-            own = next(part for parts in reversed(route.parts) for part in parts if part.size)
-            yield self._ended(point, self.passage.end_of(own), route.copies.but(), -1)
 
     def _in_layers(self) -> Iterator[ActPoint]:
         """In the last layer, where a gated MLP's gradients and weight gradient meet; at the end of
@@ -148,7 +251,7 @@ class _Walk:
             for each, size in zip(route.last_layer, sizes, strict=True)
         )
         yield from (point, activated)
-        if route.reruns_experts:
+        if route.reruns_experts(-1):
             again = ActPoint("the experts of the last layer, run again", loss=point.loss)
             recomputed = route.tokens * recomputed_at_once(route.running, route.layers)
             again = again._replace(recomputed=recomputed, communication=route.messages[3])
@@ -169,6 +272,8 @@ class _Walk:
             inside, size = route.first_layer
             fresh = self._new.waiting + size * self._new.fresh
             yield self._in_first(inside._replace(gradients=fresh))
+            if route.policy.splits_copy:
+                yield from self._at_first()
         if not route.policy.reduces:
             anew = passage.first and route.policy.frees_experts
             for place in route.largest if anew else ():
@@ -205,88 +310,22 @@ class _Walk:
         gathered = route.copies_at(0).but("ends", "experts", "rest")
         return self._ended(first, change, gathered, 0)
 
-    def _end_of(self, place: int, point: ActPoint) -> Iterator[ActPoint]:
-        """The end of a layer's experts, and its own, after that of all behind it.
-
-        `point`: that within the last layer.
-        """
+    def _at_first(self) -> Iterator[ActPoint]:
+        """Where the first layer is gathered again, when all others are done."""
         route = self.route
-        copies, behind = route.copies_at(place), sum(route.kept[place + 1 :])
-        over, read = len(route.numbers) - place - 1, sum(route.read[place + 1 :])
-        name = ("the last layer", "the layer before the last", "the largest layer")[min(over, 2)]
-        experts, rest = route.parts[place]
-        done = route.behind(place)
-        if experts.size and (inner := route.in_experts(place)):
-            inside = inner._replace(
-                where=f"the experts of {name}",
-                activations=inner.activations - behind,
-                over=over,
-                read=read + inner.read,
-            )
-            yield from self._reducing(inside, place, experts, done, copies.but("ends", "rest"))
-            done = (*done, experts)
-        end = point._replace(
-            where=f"the end of {name}",
-            recomputed=0.0,
-            working=0.0,
-            activations=-behind - route.kept[place],
-            over=over + 1,
-            read=read + route.read[place],
-        )
-        yield from self._reducing(end, place, rest, done, copies.but("ends"))
+        change = self.passage.after(route.parts[1][1], *route.other_than(0))
+        kept, read, over = sum(route.kept[1:]), sum(route.read[1:]), len(route.numbers) - 1
+        start = ActPoint("", -kept, route.gone, over=over, read=read)
+        for point in self._gathers(0, start):
+            where = point.where.replace("last", "first")
+            yield self._ended(point._replace(where=where), change, point.resharded, 0)
 
-    def _reducing(
-        self,
-        point: ActPoint,
-        place: int,
-        block: GatheredBlock,
-        done: tuple[GatheredBlock, ...],
-        gathered: float,
-    ) -> Iterator[ActPoint]:
-        """Where all gradients of a block of a layer are there, after those of `done`, whose last
-        one's message is not yet free, nor are its own copies; and where they are reduced.
-
-        `gathered`: what is gathered besides both that and what is beside the layer.
-        """
-        passage, copies = self.passage, self.route.copies_at(place)
-        gathered += copies.beside
-        if passage.reduces and done:
-            change = passage.after(done[-1], *done)
-            change = change._replace(gradients=change.gradients + block.size * passage.fresh)
-            own = block.copied(passage.policy) if copies.most else 0.0
-            yield self._ended(point, change, gathered + own, place)
-        yield self._ended(point, passage.end_of(block, *done), gathered, place)
-
-    def _ends(self) -> Iterator[ActPoint]:
-        """The points at the embedding, beside the last message of the layers, and at the ends of
-        the stage."""
+    def _gathers(self, place: int, start: ActPoint) -> Iterator[ActPoint]:
+        """Where a layer is gathered, its experts when they are about to run again."""
         route = self.route
-        ends, *blocks = route.blocks
-        over = ActPoint("the embedding", -sum(route.kept), route.gone, done=True)
-        over = over._replace(communication=route.messages[0], read=sum(route.read))
-        if route.stage.embedding:
-            table = self._new.of_embedding
-            after = Change(0.0, 0.0, 0.0)
-            if blocks:
-                after = self.passage.after(route.parts[0][1], *blocks)
-            made = after._replace(gradients=after.gradients + table)
-            yield self._ended(over, made, route.copies.but("ends"), -1)
-        if route.policy.sent and self.passage.last:
-            sent = sum(block.count * block.size for block in route.blocks) * route.policy.sent
-            yield over._replace(where="the messages", gradients=sent)
-        if route.policy.reduces and ends.size:
-            alone = self.passage.deferred and not route.stage.embedding
-            end = self.passage.end_of(ends, *(() if alone else blocks))
-            own = over._replace(where="the ends of the stage", **end._asdict())
-            yield own._replace(resharded=end.resharded + route.copies.but())
-
-    def _ended(self, point: ActPoint, change: Change, gathered: float, place: int) -> ActPoint:
-        """The point after a change, with this many gathered bytes fewer, in the layer at a place
-        of the stage; -1: before all layers."""
-        gradients, made, resharded = change
-        gradients += self._new.waiting + self._new.looked_up(place)
-        resharded += gathered
-        return point._replace(gradients=gradients, made=made, resharded=resharded)
+        again = route.before_experts(place) if route.numbers else 0.0
+        start = start._replace(communication=route.messages[0], recomputed=again)
+        return gathers(route.copies_at(place), start)
 
 
 def _at_head(route: Route, of_head: float) -> Iterator[ActPoint]:
