@@ -4,7 +4,9 @@ Shapes: B rows, S tokens of this rank, N query heads, G key/value heads, D head 
 features of all heads.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -243,20 +245,28 @@ class ToHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads_BSND: Tensor) -> tuple[Tensor | None, ...]:
         """The reverse exchange; gradients of a head that several ranks have are summed."""
         assignment, dims = ctx.assignment, ctx.dims
-        sends = assignment.by_rank(torch.cat([grad.flatten(2) for grad in grads_BSND], dim=-1))
         spans = [_features(assignment, rank, dims) for rank in range(assignment.group.size())]
         widths = [[last - first for first, last in of_rank] for of_rank in spans]
-        received = assignment.exchange(sends, [sum(width) for width in widths])
-        heads = assignment.num_heads, *(assignment.num_kv_heads,) * (len(dims) - 1)
-        wide = torch.promote_types(sends[0].dtype, torch.float32)
-        totals = [
-            sends[0].new_zeros((*received[0].shape[:2], count * dim), dtype=wide)
-            for count, dim in zip(heads, dims, strict=True)
-        ]
-        for grad, of_rank, width in zip(received, spans, widths, strict=True):
-            for total, span, part in zip(totals, of_rank, grad.split(width, -1), strict=True):
-                total[..., slice(*span)] += part
-        return None, None, *(total.to(sends[0].dtype) for total in totals)
+        received = assignment.exchange(
+            assignment.by_rank(torch.cat([grad.flatten(2) for grad in grads_BSND], dim=-1)),
+            [sum(width) for width in widths],
+        )
+        parts = [grad.split(width, -1) for grad, width in zip(received, widths, strict=True)]
+        every = zip(zip(*parts, strict=True), zip(*spans, strict=True), strict=True)
+        return None, None, *(_summed(of_ranks, at) for of_ranks, at in every)
+
+
+def _summed(parts_BSF: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
+    """The ranks' gradients of the features in their spans, in order; of heads that several ranks
+    have, the sum in at least fp32."""
+    if all(before[1] == after[0] for before, after in pairwise(spans)):
+        return torch.cat([*parts_BSF], dim=-1)
+    narrow, shape = parts_BSF[0].dtype, parts_BSF[0].shape[:2]
+    wide = torch.promote_types(narrow, torch.float32)
+    total_BSF = parts_BSF[0].new_zeros((*shape, spans[-1][1]), dtype=wide)
+    for part, span in zip(parts_BSF, spans, strict=True):
+        total_BSF[..., slice(*span)] += part
+    return total_BSF.to(narrow)
 
 
 def _features(assignment: HeadAssignment, rank: int, dims: tuple[int, ...]) -> list[Span]:

@@ -84,13 +84,13 @@ class _Latent(torch.autograd.Function):
             k, v = up(latents)
         queries = Queries(q, k.shape[2], drop, ids, scores)
         queries.begin_backward(grad, out, lse)
-        dk, dv = queries.meet_backward(_projected(arrived, k.detach(), v.detach()))
+        both = queries.meet_backward(_projected(arrived, k.detach(), v.detach()))
+        dk, dv = both.split([k.shape[-1], v.shape[-1]], dim=-1)
         d_latents, *d_parameters = torch.autograd.grad(
             (k, v), (latents, *ctx.parameters), (dk.to(k.dtype), dv.to(v.dtype))
         )
         try:
-            d_latents = d_latents[:, :, None].to(queries.wide)
-            steps.send((d_latents, d_latents[..., :0]))
+            steps.send(d_latents[:, :, None].to(queries.wide))
         except StopIteration as end:
             d_latent = end.value[:, :, 0].to(latent.dtype)
         d_sinks = None if sinks is None else queries.sink_grads(sinks)

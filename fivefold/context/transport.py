@@ -28,10 +28,9 @@ HEAD_CHUNKS = 4
 """Groups of heads that all-gather processes in turn, so that one is computed while the next
 arrives."""
 
-Pair = tuple[Tensor, Tensor]
-Backward = Generator[Keys, Pair, Tensor]
-"""A generator that yields keys, receives their gradients in at least fp32, and returns those of the
-rank's own KV."""
+Backward = Generator[Keys, Tensor, Tensor]
+"""A generator that yields keys, receives the gradients of KV in at least fp32, which it may change,
+and returns those of the rank's own KV."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +114,14 @@ class Ring:
             kv = _arrived(arriving)
             if step + 1 < size:
                 arriving = self._hop(kv)
-            grads = _joint((yield own.keys(kv, chunks[(rank - step) % size])))
+            grads = yield own.keys(kv, chunks[(rank - step) % size])
             if returned is not None:
                 grads += _arrived(returned)
             returned = self._hop(grads, tag=1)
-        grads = _joint((yield own.keys(own.kv, chunks[rank])))
+        del kv, arriving  # own keys need no others beside them
+        grads = yield own.keys(own.kv, chunks[rank])
         assert returned is not None, "a ring has at least two ranks"
-        return grads + _arrived(returned)
+        return grads.add_(_arrived(returned))
 
     def _hop(self, x: Tensor, tag: int = 0) -> tuple[Messages, Tensor]:
         """Send to the next rank, receive from the previous one."""
@@ -176,11 +176,11 @@ class Halo:
             grads = kv.new_empty(kv.shape, dtype=own.wide)
             spans = shards.sent(source, rank)
             if spans:
-                grads = _joint((yield own.keys(kv, spans)))
+                grads = yield own.keys(kv, spans)
             incoming = own.buffer(shards.sent(rank, target), kv.shape[2], own.wide)
             messages = start_messages({source: grads}, {target: incoming}, self.group, tag=1)
             returning.append((target, (messages, incoming)))
-        total = _joint((yield own.keys(own.kv, own.part.spans)))
+        total = yield own.keys(own.kv, own.part.spans)
         for target, hop in sorted(returning, key=lambda item: item[0]):
             _add(total, own.part, shards.sent(rank, target), _arrived(hop))
         return total
@@ -238,7 +238,7 @@ class Gather:
         returning: list[tuple[Span, Callable[[], Tensor]]] = []
         for keys in self.forward(own):
             assert keys.heads is not None
-            returning.append((keys.heads, self._return_gradients(own, _joint((yield keys)))))
+            returning.append((keys.heads, self._return_gradients(own, (yield keys))))
         total = torch.empty_like(own.kv, dtype=own.wide)
         for (first, last), arrive in returning:
             total[:, :, first:last] = arrive()
@@ -322,7 +322,7 @@ class SingleRank:
 
     def backward(self, own: OwnTokens) -> Backward:
         """Its own keys."""
-        return _joint((yield own.keys(own.kv, own.part.spans)))
+        return (yield own.keys(own.kv, own.part.spans))
 
 
 def _pieces(part: MicrobatchShare) -> list[tuple[Span, int, Span]]:
@@ -348,8 +348,3 @@ def _add(total: Tensor, part: MicrobatchShare, spans: tuple[Span, ...], grads: T
     lengths = [stop - start for start, stop in spans]
     for span, grad in zip(spans, grads.split(lengths, dim=1) if spans else (), strict=True):
         total[:, slice(*indices(part.spans, span))] += grad
-
-
-def _joint(grads: Pair) -> Tensor:
-    """The gradient of KV from the gradients of keys and of values."""
-    return torch.cat(grads, dim=-1)

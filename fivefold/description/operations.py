@@ -10,7 +10,7 @@ is counted once, with the first.
 from dataclasses import dataclass, field
 
 from fivefold.config.model import ModelConfig
-from fivefold.description.running import Running, gradient_bytes
+from fivefold.description.running import Running, gradient_bytes, row_parts
 from fivefold.description.weights import Weight
 
 QKV = "qkv_linear"
@@ -332,13 +332,24 @@ class CoreAttention(Operation):
         return Kept("core_attn", attended, recomputed), repeated, beside, scores, result
 
     def working(self, running: Running) -> float:
-        """Bytes per token of the gradients of its result and of queries, keys and values; and of
-        copies of values, of the result and of their gradients with as many features as queries."""
+        """Bytes per token of the gradients of its result and of queries, keys and values, and of
+        copies with as many features as queries; and where keys and values, or latents of them, come
+        from other ranks, of what is summed in fp32 at least."""
         model = self.model
-        queries, keys = model.attention_size + model.q_size, model.k_size + model.v_size
-        if model.value_dim < model.query_dim:
-            queries += 2 * model.q_size
+        q, kv = model.q_size, model.k_size + model.v_size
+        queries, keys = float(q), float(kv)
+        if model.value_dim < model.query_dim and not running.others:
+            queries += 2 * q  # the result and its gradient
             keys += 2 * model.k_size - model.v_size
+        wide = max(running.element_bytes, 4) / running.element_bytes
+        parts, exchanging = row_parts(running), running.exchanging_ranks
+        if running.keeps_latents:  # half of the queries at a time, keys and values of all tokens
+            queries, keys = queries / 2 + wide * q, parts * (keys + (1 + wide) * kv)
+        elif parts > exchanging:  # half of the tokens at a time; a ring passes sums on
+            longer = parts > 2 * exchanging
+            passing = 1 + 3 * wide + 2 * longer
+            queries, keys = queries / 2 + wide * q, keys * (1 + longer) / 2 + passing * kv
+        queries += model.attention_size
         return running.by_heads(queries) + running.by_key_heads(keys, model.num_kv_heads)
 
     def _keeps_output(self, running: Running) -> bool:

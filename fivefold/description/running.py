@@ -160,11 +160,11 @@ class Running:
         """Number of ranks that split the tokens outside heads, MLPs and vocabulary."""
         return self.tensor_parallel if self.sequence_parallel else 1
 
-    def by_heads(self, features: int) -> float:
+    def by_heads(self, features: float) -> float:
         """Bytes per token on one rank of `features` split with the query heads."""
         return self.element_bytes * (features / self.tensor_parallel)
 
-    def by_key_heads(self, features: int, heads: int) -> float:
+    def by_key_heads(self, features: float, heads: int) -> float:
         """Bytes per token on one rank of `features` split with `heads` key or value heads.
 
         A rank holds at least one of these heads.

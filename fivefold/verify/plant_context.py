@@ -91,10 +91,9 @@ class _LosesGradients:
         steps = self.inner.backward(own)
         keys = next(steps)
         while True:
-            dk, dv = yield keys
-            mine = _mine(keys, own)
+            grads = yield keys
             try:
-                keys = steps.send((dk * mine, dv * mine))
+                keys = steps.send(grads * _mine(keys, own))
             except StopIteration as end:
                 return end.value
 

@@ -179,6 +179,17 @@ def test_a_rank_with_muon_needs_what_is_planned(
     _needs_what_is_planned(drawn(seed, models, **muon))
 
 
+LATENTS: dict[str, Any] = {
+    "moe_layer_freq": "1",
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 256,
+    "moe_router_topk": 4,
+    "moe_router_group_scores": 1,
+    "mtp_num_layers": 0,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "optimizer_cpu_offload": True,
+}
+"""Little beside attention."""
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     # Bits that come in a gather's message were taken for integers, of which a rehearsal kept some.
     "gathers in 8 bits": (
@@ -495,18 +506,36 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Attention of values with fewer features than queries copies them; and what a GPU does in one
     # call was rehearsed block by block.
-    "latents": (
+    "latents": ("deepseek-v3", LATENTS | {"seq_length": 4096, "recompute_granularity": "full"}),
+    # Of rows that ranks split, what is summed in fp32 was not planned, and most of it was held
+    # twice: gradients of keys and values in a ring, and of heads that are exchanged.
+    "latents in a ring": (
         "deepseek-v3",
-        {
-            "moe_layer_freq": "1",
-            "num_experts": 8,
-            "moe_ffn_hidden_size": 256,
-            "moe_router_topk": 4,
-            "moe_router_group_scores": 1,
-            "mtp_num_layers": 0,
-            "seq_length": 4096,
-            "data_parallel_sharding_strategy": "optim_grads_params",
-            "optimizer_cpu_offload": True,
+        LATENTS
+        | {
+            "context_parallel_size": 2,
+            "cp_comm_type": ("p2p",),
+            "seq_length": 8192,
+            "recompute_granularity": "full",
+        },
+    ),
+    "latents that are gathered": (
+        "deepseek-v3",
+        LATENTS
+        | {
+            "ranks": 4,
+            "context_parallel_size": 4,
+            "cp_comm_type": ("all_gather",),
+            "seq_length": 8192,
+        },
+    ),
+    "latents, heads exchanged": (
+        "deepseek-v3",
+        LATENTS
+        | {
+            "context_parallel_size": 2,
+            "cp_comm_type": ("a2a",),
+            "seq_length": 8192,
             "recompute_granularity": "full",
         },
     ),

@@ -103,11 +103,13 @@ class Queries:
         self.dq = torch.zeros_like(self.q, dtype=self.wide)
         self._views = _heads_first(grad, self.q, out, self.dq)
 
-    def meet_backward(self, keys: Keys) -> tuple[Tensor, Tensor]:
-        """Add to `dq`; return the gradients of these keys and values in at least fp32."""
+    def meet_backward(self, keys: Keys) -> Tensor:
+        """Add to `dq`; return the gradients of these keys and values, side by side [B, L, G,
+        Dk + Dv] as they are sent, in at least fp32."""
         heads, kernel = self._heads(keys), self._kernel(keys, self.scores.unnoted)
-        dk = torch.zeros_like(keys.k, dtype=self.wide)
-        dv = torch.zeros_like(keys.v, dtype=self.wide)
+        features = keys.k.shape[-1] + keys.v.shape[-1]
+        grads_kv = keys.k.new_zeros((*keys.k.shape[:-1], features), dtype=self.wide)
+        dk, dv = grads_kv[..., : keys.k.shape[-1]], grads_kv[..., keys.k.shape[-1] :]
         (grad, q, out, dq), (k, v, *sums) = self._views, _heads_first(keys.k, keys.v, dk, dv)
         every = 0, k.shape[1]
         for block in keys.blocks:
@@ -123,7 +125,8 @@ class Queries:
             )
             for total, at, more in zip((dq, *sums), (mine, theirs, theirs), grads, strict=True):
                 _part(total, *at).add_(more)
-        return dk, dv
+            del grads, more  # before the next block makes its own
+        return grads_kv
 
     def sink_grads(self, sinks: Tensor) -> Tensor:
         """Gradients of the sinks [N], after `begin_backward`."""
@@ -238,7 +241,8 @@ class _Local(torch.autograd.Function):
         sinks, blocks, (drop, q_ids, k_ids), scores = ctx.rest
         queries = Queries(q, k.shape[2], drop, q_ids, scores)
         queries.begin_backward(grad, out, lse)
-        dk, dv = queries.meet_backward(Keys(k, v, blocks, ((0, k.shape[1]),), ids=k_ids))
+        both = queries.meet_backward(Keys(k, v, blocks, ((0, k.shape[1]),), ids=k_ids))
+        dk, dv = both.split([k.shape[-1], v.shape[-1]], dim=-1)
         d_sinks = None if sinks is None else queries.sink_grads(sinks)
         grads = queries.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
         return *grads, d_sinks, None, None, None

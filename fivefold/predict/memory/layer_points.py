@@ -24,7 +24,9 @@ class LayerPoints(StageSizes):
 
     def _messages_in(self, kind: LayerKind) -> float:
         """Bytes of messages in the backward of what comes last in a layer of a kind."""
-        return self.messages[1 if kind.softmax and not kind.experts else 0]
+        if kind.mixer is None or kind.experts:
+            return self.messages[0]
+        return self.messages[1 if kind.softmax else 0]
 
     def _recomputed(self, place: int) -> float:
         """Bytes recomputed at a time in a layer's backward: the maximum over layers, unless layers
