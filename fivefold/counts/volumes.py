@@ -15,9 +15,10 @@ from fivefold.counts.recompute import recomputed_layers
 from fivefold.counts.routed import StepRows
 from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.shards import ShardPlace
+from fivefold.description.core_attention import CoreAttention
 from fivefold.description.layers import Layer, describe_layer
 from fivefold.description.linear_attention import Recurrence
-from fivefold.description.operations import CoreAttention, Operation
+from fivefold.description.operations import Operation
 from fivefold.description.running import Running, at_place
 from fivefold.description.shape import all_layers, placed_layers, whole_model
 from fivefold.description.sparse import SparseAttention

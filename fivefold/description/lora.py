@@ -4,14 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fivefold.config.model import ModelConfig
+from fivefold.description.core_attention import CoreAttention
 from fivefold.description.experts import RouterLinear, SharedOut
 from fivefold.description.latent import LatentUp
-from fivefold.description.operations import (
-    CoreAttention,
-    Kept,
-    Operation,
-    RowLinear,
-)
+from fivefold.description.operations import Kept, Operation, RowLinear
 from fivefold.description.running import Running
 from fivefold.description.weights import Weight, frozen
 

@@ -18,10 +18,10 @@ from typing import Protocol
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.reach import Reach
+from fivefold.description.core_attention import CoreAttention
 from fivefold.description.kinds import LayerKind, layer_kind
 from fivefold.description.layers import describe, describe_layer
 from fivefold.description.linear_attention import Recurrence
-from fivefold.description.operations import CoreAttention
 from fivefold.description.prediction import MTPInput
 from fivefold.description.sparse import index_flops_per_key
 from fivefold.description.weights import Weight, embedding_weights, head_weights

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from fivefold.config.model import ModelConfig
+from fivefold.description.core_attention import CoreAttention
 from fivefold.description.latent import latent_projections
 from fivefold.description.linear_attention import GatedHeads
 from fivefold.description.operations import (
     QKV,
     ColumnLinear,
-    CoreAttention,
     Kept,
     Norm,
     Operation,

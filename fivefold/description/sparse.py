@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from fivefold.config.model import IndexerShape, ModelConfig
-from fivefold.description.operations import CoreAttention, Kept, Operation
+from fivefold.description.core_attention import CoreAttention
+from fivefold.description.operations import Kept, Operation
 from fivefold.description.pieces import of_all, of_chosen, pieces, queries_at_once
 from fivefold.description.running import Running, row_parts
 from fivefold.description.weights import Weight, whole

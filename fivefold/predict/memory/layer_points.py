@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from fivefold.description.activations import saved_activations, total
+from fivefold.description.core_attention import CoreAttention
 from fivefold.description.kinds import LayerKind
 from fivefold.description.linear_attention import Recurrence
-from fivefold.description.operations import CoreAttention, Operation
+from fivefold.description.operations import Operation
 from fivefold.description.sparse import SparseAttention
 from fivefold.predict.memory.points import ActPoint
 from fivefold.predict.memory.sizes import deferred_bytes, recomputed_at_once, trained_by

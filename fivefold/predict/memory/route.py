@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from functools import cache, cached_property
 
+from fivefold.description.core_attention import CoreAttention
 from fivefold.description.experts import ExpertsIn
 from fivefold.description.linear_attention import Recurrence
-from fivefold.description.operations import Activation, CoreAttention
+from fivefold.description.operations import Activation
 from fivefold.description.running import share_at_once
 from fivefold.predict.memory.layer_points import LayerPoints
 from fivefold.predict.memory.points import ActPoint

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from fivefold.description.activations import Saved
+from fivefold.description.core_attention import CoreAttention
 from fivefold.description.layers import Layer, describe_layer
-from fivefold.description.operations import CoreAttention, Operation
+from fivefold.description.operations import Operation
 from fivefold.description.running import Running
 from fivefold.description.shape import StageParts, all_layers
 from fivefold.layout import Layout

@@ -20,8 +20,8 @@ from fivefold.config.divisors import divisors
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import CpCommType
 from fivefold.counts.messages import PassVolumes, context_volumes
+from fivefold.description.core_attention import CoreAttention
 from fivefold.description.layers import describe_layer
-from fivefold.description.operations import CoreAttention
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import check_context
 from fivefold.predict.cluster import Cluster

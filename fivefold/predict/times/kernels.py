@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 from fivefold.config.model import ModelConfig
+from fivefold.description.core_attention import CoreAttention
 from fivefold.description.experts import ExpertsIn, ExpertsOut
 from fivefold.description.kinds import LayerKind
 from fivefold.description.layers import describe
 from fivefold.description.linear_attention import Recurrence
 from fivefold.description.lora import Adapters
-from fivefold.description.operations import CoreAttention, Operation
+from fivefold.description.operations import Operation
 from fivefold.description.shape import all_layers, kinds_of, training_flops
 from fivefold.description.weights import Weight
 from fivefold.layout import Layout

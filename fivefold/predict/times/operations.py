@@ -7,6 +7,7 @@ layer, transfers from the process groups of `mesh.grid`.
 from copy import copy
 from functools import partial
 
+from fivefold.description.core_attention import CoreAttention
 from fivefold.description.experts import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
 from fivefold.description.latent import LatentDown, LatentLinear, LatentUp
 from fivefold.description.linear_attention import GatedHeads, Recurrence
@@ -14,7 +15,6 @@ from fivefold.description.lora import Adapters, Rescaled
 from fivefold.description.operations import (
     Activation,
     ColumnLinear,
-    CoreAttention,
     Norm,
     Operation,
     Residual,
