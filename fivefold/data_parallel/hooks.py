@@ -1,5 +1,5 @@
 """Calls FSDP2's hooks around the forwards of its units only when needed, and frees the message
-of the last gather before the loss.
+of the last gather before the loss, and of each gather of what a backward runs again.
 
 In each forward FSDP2 looks whether weights are gathered, searches all that a unit is given for
 tensors, and ties what a backward calls to them and to its output: a third of the host's time of a

@@ -64,11 +64,9 @@ class LayerPoints(StageSizes):
             return "states"
         return "an indexer" if isinstance(operation, SparseAttention) else "latents"
 
-    def _making_again(
-        self, place: int
-    ) -> list[tuple[int, Recurrence | SparseAttention | CoreAttention]]:
-        """The operation of a layer whose backward recomputes most, or copies: that with latents;
-        with its place; None if there is none."""
+    def _making_again(self, place: int) -> list[tuple[int, Recurrence | CoreAttention]]:
+        """The operation of a layer whose backward recomputes most, or copies most (attention of
+        latents), with its place; none if the layer has none."""
         operations = self.described(place).operations
         return [
             (n, op)
