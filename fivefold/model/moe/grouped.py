@@ -97,7 +97,7 @@ class _Biased(torch.autograd.Function):
         ctx.save_for_backward(bias_EF, rows_E, weights_T)
         ctx.adds_bias = adds_bias
         if not adds_bias:
-            return result(y_TF.view_as(y_TF))
+            return y_TF.clone()  # FSDP2 ties a backward to it, and warns of a view
         out_TF = _of_rows(bias_EF, rows_E, len(y_TF))
         if weights_T is not None:
             out_TF.mul_(weights_T[:, None])
