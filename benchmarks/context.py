@@ -69,7 +69,7 @@ class PublishedRing(Ring):
         kv, grads = own.kv, None
         for step in range(size):
             arriving = self._hop(kv) if step + 1 < size else None
-            here = torch.cat((yield own.keys(kv, chunks[(rank - step) % size])), dim=-1)
+            here = yield own.keys(kv, chunks[(rank - step) % size])
             if grads is not None:
                 messages, incoming = grads
                 messages.wait()
