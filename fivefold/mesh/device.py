@@ -24,8 +24,10 @@ def uses_gpu_kernels(x: Tensor) -> bool:
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether our Triton kernels run for `x`; code that torch.compile traces does not use them."""
-    return uses_gpu_kernels(x) and not torch.compiler.is_compiling() and _has_triton()
+    """Whether our Triton kernels run for `x`, or would on the GPU that it stands for; code that
+    torch.compile traces does not use them."""
+    found = _has_triton() or not x.is_cuda
+    return uses_gpu_kernels(x) and not torch.compiler.is_compiling() and found
 
 
 def without_waiting(x: Tensor, device: torch.device) -> Tensor:

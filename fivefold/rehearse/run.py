@@ -30,6 +30,7 @@ from fivefold.rehearse.ledger import StepHoldings, StepLedger
 from fivefold.rehearse.repeats import RepeatingRun, UnlikeMicrobatchesError
 from fivefold.rehearse.script import GRADIENTS, OPTIMIZER, WEIGHTS, Script
 from fivefold.rehearse.shadow import Shadow
+from fivefold.rehearse.without_triton import import_kernels
 from fivefold.rehearse.world import pretended_world
 from fivefold.train.engine import Engine
 from fivefold.train.ranks.children import leave_signals_to_parent
@@ -89,6 +90,8 @@ def _rehearse(layout: Layout, rank: int, start: float, *, gpus: bool, repeats: b
     with warnings.catch_warnings():
         # FSDP2 calls functions of torch that torch itself has renamed.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+        if gpus:
+            import_kernels()
         kernels = one_kernel_each() if gpus else nullcontext()
         with pretended_world(rank, layout.grid.world_size, gpus=gpus), kernels:
             return watched_step(layout, rank, Shadow(gpus=gpus), started=start, repeats=repeats)

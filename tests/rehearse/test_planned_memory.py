@@ -617,13 +617,17 @@ RARE = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", chosen(SMALL, *(n for n in SMALL if n not in RARE)))
 def test_a_few_layers_on_few_ranks_need_what_is_planned(name: str) -> None:
+    _needs_what_is_planned(layout_of(name), LIMIT / 2)
+
+
+def layout_of(name: str) -> Layout:
+    """The layout of that name in SMALL."""
     preset, settings = SMALL[name]
     asked = {"precision": "bf16", "seq_length": 256, "global_batch_size": 4} | settings
     layers, size = asked.pop("num_layers", 2), asked.pop("vocab_size", 1024)
     model, ranks = resolve_model(preset), asked.pop("ranks", 2)
     model = replace(model, num_layers=layers, vocab_size=size)
-    config = Config(model).with_values(**asked)
-    _needs_what_is_planned(rehearsed_layout(check(config, ranks)), LIMIT / 2)
+    return rehearsed_layout(check(Config(model).with_values(**asked), ranks))
 
 
 @pytest.mark.parametrize("gpu", GPUS)
