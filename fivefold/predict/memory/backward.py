@@ -134,11 +134,8 @@ class _Reductions:
                 over=over,
                 read=read + inner.read,
             )
-            gathered = copies.but("ends", "rest")
-            yield from self._reducing(inside, place, experts, done, gathered)
-            if self.passage.reduces and done:
-                rows = route.with_rows(place, inside)
-                yield self._before_reduction(rows, place, experts, done, gathered)
+            gathered, rows = copies.but("ends", "rest"), route.with_rows(place, inside)
+            yield from self._reducing(inside, place, experts, done, gathered, rows)
             done = (*done, experts)
         end = point._replace(
             where=f"the end of {name}",
@@ -157,31 +154,23 @@ class _Reductions:
         block: GatheredBlock,
         done: tuple[GatheredBlock, ...],
         gathered: float,
+        *before: ActPoint,
     ) -> Iterator[ActPoint]:
         """Where all gradients of a block of a layer are there, after those of `done`, whose last
         one's message is not yet free, nor are its own copies; and where they are reduced.
 
-        `gathered`: what is gathered besides both that and what is beside the layer.
+        `gathered`: what is gathered besides both that and what is beside the layer; `before`: other
+        points at which they are there and not yet reduced.
         """
-        if self.passage.reduces and done:
-            yield self._before_reduction(point, place, block, done, gathered)
-        gathered += self.route.copies_at(place).beside
-        yield self._ended(point, self.passage.end_of(block, *done), gathered, place)
-
-    def _before_reduction(
-        self,
-        point: ActPoint,
-        place: int,
-        block: GatheredBlock,
-        done: tuple[GatheredBlock, ...],
-        gathered: float,
-    ) -> ActPoint:
-        """The former of these points."""
         passage, copies = self.passage, self.route.copies_at(place)
-        change = passage.after(done[-1], *done)
-        change = change._replace(gradients=change.gradients + block.size * passage.fresh)
-        own = block.copied(passage.policy) if copies.most else 0.0
-        return self._ended(point, change, gathered + copies.beside + own, place)
+        gathered += copies.beside
+        if passage.reduces and done:
+            change = passage.after(done[-1], *done)
+            change = change._replace(gradients=change.gradients + block.size * passage.fresh)
+            own = block.copied(passage.policy) if copies.most else 0.0
+            for each in (point, *before):
+                yield self._ended(each, change, gathered + own, place)
+        yield self._ended(point, passage.end_of(block, *done), gathered, place)
 
     def _ends(self) -> Iterator[ActPoint]:
         """The points at the embedding, beside the last message of the layers, and at the ends of
@@ -300,25 +289,30 @@ class _Walk(_Reductions):
     def _in_first(self, point: ActPoint) -> ActPoint:
         """Such a point of the last layer in the first one, which is taken to be like it, but that
         no other is gathered beside it."""
-        route = self.route
-        change = self.passage.after(route.parts[1][1], *route.other_than(0))
+        change = self._of_others
         change = change._replace(gradients=change.gradients + point.gradients - self._new.waiting)
-        where = point.where.replace("last", "first")
-        activations, over = point.activations - sum(route.kept[1:]), len(route.numbers) - 1
-        read = point.read + sum(route.read[1:])
-        first = point._replace(where=where, activations=activations, over=over, read=read)
-        gathered = route.copies_at(0).but("ends", "experts", "rest")
-        return self._ended(first, change, gathered, 0)
+        gathered = self.route.copies_at(0).but("ends", "experts", "rest")
+        return self._ended(self._moved(point), change, gathered, 0)
 
     def _at_first(self) -> Iterator[ActPoint]:
         """Where the first layer is gathered again, when all others are done."""
+        for point in self._gathers(0, ActPoint("", loss=self.route.gone)):
+            yield self._ended(self._moved(point), self._of_others, point.resharded, 0)
+
+    @cached_property
+    def _of_others(self) -> Change:
+        """The change when all layers but the first are done."""
+        return self.passage.after(self.route.parts[1][1], *self.route.other_than(0))
+
+    def _moved(self, point: ActPoint) -> ActPoint:
+        """A point of the last layer in the first one, when all others are done."""
         route = self.route
-        change = self.passage.after(route.parts[1][1], *route.other_than(0))
-        kept, read, over = sum(route.kept[1:]), sum(route.read[1:]), len(route.numbers) - 1
-        start = ActPoint("", -kept, route.gone, over=over, read=read)
-        for point in self._gathers(0, start):
-            where = point.where.replace("last", "first")
-            yield self._ended(point._replace(where=where), change, point.resharded, 0)
+        return point._replace(
+            where=point.where.replace("last", "first"),
+            activations=point.activations - sum(route.kept[1:]),
+            over=len(route.numbers) - 1,
+            read=point.read + sum(route.read[1:]),
+        )
 
     def _gathers(self, place: int, start: ActPoint) -> Iterator[ActPoint]:
         """Where a layer is gathered, its experts when they are about to run again."""
