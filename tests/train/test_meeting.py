@@ -1,6 +1,7 @@
 """Ranks of torchrun and srun that cannot meet say so, each of them, in time."""
 
 import socket
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -24,12 +25,15 @@ def port() -> int:
 
 def came(port: int, ranks: Sequence[tuple[int, int]]) -> list[str]:
     """What becomes of processes with these ranks, each of so many: empty if they meet."""
+    # Kept till all have come: the first rank's is the server, which the others still ask.
+    stores = []
 
     def come(rank: int, size: int) -> str:
         try:
             store = meet(RankEnv(rank, 0, size, 1, "127.0.0.1", port, "torchrun"), LIMIT)
         except PlaceError as error:
             return str(error)
+        stores.append(store)
         store.set(f"done {rank}", "")
         store.wait([f"done {rank}" for rank in range(size)], LIMIT)
         return ""
@@ -101,6 +105,9 @@ def test_a_process_that_is_no_first_rank_and_says_nothing_is_not_waited_for(port
     """PyTorch would wait for it for ever."""
     with socket.create_server(("127.0.0.1", port)):
         (said,) = came(port, [(1, 2)])
+    for thread in threading.enumerate():  # one still waits; Python would abort at its end
+        if thread.name == "connects to a store":
+            thread.join()
     assert f"listens at 127.0.0.1:{port} is not the first rank" in said
 
 
