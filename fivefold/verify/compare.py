@@ -23,7 +23,7 @@ from fivefold.verify.report import (
     Difference,
     VerifyReport,
     errors_alone,
-    joint_errors,
+    errors_in,
     judge,
 )
 from fivefold.verify.standing_in import scale_each_element, send_each_element
@@ -47,7 +47,7 @@ def compare(
         rank: rank of this process.
         device: device of this rank.
         trace: results of one device in fp64, for each step to run.
-        baseline: results of one device in the same 16 bits, if the layout computes in such.
+        baseline: results of one device in the layout's precision, unless that is fp64.
         plant: name of an error to plant, see `plant.PLANTS`.
 
     Returns:
@@ -60,14 +60,15 @@ def compare(
         send_each_element(gradients.exchanges)
     if plant is not None:
         PLANTS[plant].install(engine)
-    errors, alone = None, None
+    training, errors, alone = layout.config.training, None, None
     if baseline:
         of_one = baseline_differences(trace, baseline)
-        errors, alone = joint_errors(of_one), errors_alone(of_one)
+        errors = errors_in(training.precision, of_one)
+        alone = errors_alone(of_one) if training.in_16_bits else None
     found: list[Difference] = []
     findings: list[str] = []
     for step, reference in enumerate(trace):
-        sums, result = _gradients(engine, step, reference.choices if baseline else None)
+        sums, result = _gradients(engine, step, reference.choices if training.in_16_bits else None)
         of_step = list(_gradient_differences(engine, step, result, reference))
         of_step += _load_differences(engine, step, result, reference)
         found += of_step

@@ -12,10 +12,9 @@ from fivefold.tell.describe import parallelism
 from fivefold.units import few, several
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}
-"""Largest relative error that rounding explains; 16-bit runs are compared with one device in 16
-bits."""
+"""Relative error that rounding explains in every model."""
 
-FACTOR = 1.5  # allowed multiple of one device's distance in 16 bits from fp64
+FACTOR = 1.5  # allowed multiple of one device's distance from fp64
 ALONE = 16.0  # the same for one gradient: of few elements, chance decides far more
 FLOORS = {"bf16": 2.0**-9, "fp16": 2.0**-12}
 """Half a unit in the last place of 16 bits; one device may have a smaller error by chance."""
@@ -126,7 +125,7 @@ class VerifyReport:
         lines += [f"{'changed' if i == 0 else '':<11}{c}" for i, c in enumerate(self.changes)]
         lines += [
             f"compared   {several(self.steps, 'step')} in {self.dtype} with one device in fp64",
-            *([_rule(self.dtype)] if self.dtype in FLOORS else []),
+            *([_rule(self.dtype)] if self.dtype != "fp64" else []),
             "",
             f"{'':<11}{'max error':>11}  {'limit':>9}",
         ]
@@ -166,10 +165,10 @@ _SHOWN = {
 
 
 def _rule(dtype: str) -> str:
-    return (
-        f"{'':<11}all elements together; limit: {FACTOR} x the error of one device in {dtype}, and "
-        f"of one gradient {ALONE:g} x"
-    )
+    of_one = f"{FACTOR} x the error of one device in {dtype}"
+    if dtype in FLOORS:
+        return f"{'':<11}all elements together; limit: {of_one}, and of one gradient {ALONE:g} x"
+    return f"{'':<11}limit: {TOLERANCES[dtype]:g}, or {of_one} where that is more"
 
 
 def worst_line(worst: dict[str, Any]) -> str:
@@ -196,31 +195,20 @@ def judge(
     Args:
         layout: the verified layout.
         differences: differences of every rank.
-        baseline: errors of one device in the same 16 bits, with the keys of
-            `VerifyReport.max_rel_error`; None if the precision has more.
+        baseline: `errors_in` of one device in the same precision; None in fp64.
         diagnosis: sentences from `diagnose`.
         alone: errors of each gradient on that device; None: none is judged by itself.
     """
     dtype = layout.config.training.precision
-    kinds = _kinds(differences)
-    if baseline is None:
-        errors = {
-            what: max((d.relative for d in differences if d.what == what), default=None)
-            for what in kinds
-        }
-        limits = dict.fromkeys(kinds, TOLERANCES[dtype])
-    else:
-        errors = joint_errors(differences)
-        limits = {w: FACTOR * max(baseline.get(w) or 0.0, FLOORS[dtype]) for w in kinds}
-        # The norm may be as wrong as the gradient; one device's norm may be right by chance.
-        limits["norm"] = max(limits["norm"], limits["grad"])
+    errors = errors_in(dtype, differences)
+    limits = _limits(dtype, errors, baseline or {})
     floor = max((baseline or {}).get("grad") or 0.0, FLOORS.get(dtype, 0.0))
     diverged, strange = _diverged(differences), _strange(differences, alone, floor)
     worst = max(differences, key=lambda d: d.relative / limits[d.what], default=None)
     return VerifyReport(
         passed=not (diverged or strange)
         # If one device is infinitely far off, nothing passes.
-        and all((errors[what] or 0.0) <= limits[what] < inf for what in kinds),
+        and all((error or 0.0) <= limits[what] < inf for what, error in errors.items()),
         dtype=dtype,
         layout=parallelism(layout),
         steps=len({d.step for d in differences}),
@@ -243,8 +231,28 @@ def judge(
     )
 
 
-def joint_errors(differences: Collection[Difference]) -> Errors:
-    """Relative error by kind, of the worst step, over all elements, each counted once."""
+def errors_in(dtype: str, differences: Collection[Difference]) -> Errors:
+    """Relative errors in a precision, by kind: of the worst element, in 16 bits of the worst step
+    over all elements, each counted once."""
+    if dtype in FLOORS:
+        return _joint_errors(differences)
+    return {
+        what: max((d.relative for d in differences if d.what == what), default=None)
+        for what in _kinds(differences)
+    }
+
+
+def _limits(dtype: str, kinds: Iterable[str], baseline: Errors) -> dict[str, float]:
+    """Limits of errors by kind: a multiple of one device's, and no less than rounding explains."""
+    least = FACTOR * FLOORS[dtype] if dtype in FLOORS else TOLERANCES[dtype]
+    limits = {what: max(FACTOR * (baseline.get(what) or 0.0), least) for what in kinds}
+    if dtype in FLOORS:
+        # The norm may be as wrong as the gradient; one device's norm may be right by chance.
+        limits["norm"] = max(limits["norm"], limits["grad"])
+    return limits
+
+
+def _joint_errors(differences: Collection[Difference]) -> Errors:
     parts = _each_part_once(differences)
     errors: Errors = dict.fromkeys(_kinds(differences))
     for what, step in {(d.what, d.step) for d in parts}:

@@ -73,7 +73,7 @@ def verify(
             with telling_system_errors(FivefoldError, folder):
                 exact = run_reference(config, steps)
                 save_trace(trace, exact)
-                if config.training.in_16_bits:
+                if config.training.precision != "fp64":
                     save_trace(baseline, rounded(config, steps, exact))
 
         def rank(env: RankEnv) -> None:
@@ -105,7 +105,7 @@ def verify(
 
 
 def rounded(config: Config, steps: int, exact: Sequence[ReferenceStep]) -> list[ReferenceStep]:
-    """A run of one device in 16 bits, whose routers repeat the choices of the exact run.
+    """A run of one device in fewer bits, whose routers repeat the choices of the exact run.
 
     Raises:
         FivefoldError: its gradients are not finite, which would allow every error.
@@ -114,8 +114,8 @@ def rounded(config: Config, steps: int, exact: Sequence[ReferenceStep]) -> list[
     found = run_reference(config, steps, DTYPES[precision], exact)
     if not all(isfinite(step.norm) for step in found):
         what = f"the gradients of one device are not finite in {precision}: nothing can be compared"
-        smaller = "a smaller --loss-scale, or none" if precision == "fp16" else "--fp32"
-        raise FivefoldError(Mistake(what, attempt=smaller))
+        wider = {"fp16": "a smaller --loss-scale, or none", "bf16": "--fp32"}
+        raise FivefoldError(Mistake(what, attempt=wider.get(precision, "--precision fp64")))
     return found
 
 

@@ -477,7 +477,7 @@ def verify_in_pool(
     if not (prepared.parallel.zero_quantized_weights or experts_depend(prepared)):
         bare = replace(bare, parallel=Config(model=prepared.model).parallel)
     baseline = None
-    if prepared.training.in_16_bits:
+    if prepared.training.precision != "fp64":
         baseline = _trace(bare, DTYPES[prepared.training.precision], steps)
     fn = on_rank or compare_on_rank
     return run(world_size, fn, layout, _trace(bare, torch.float64, steps), baseline, plant)[0]

@@ -20,7 +20,7 @@ from fivefold.verify.report import (
     Difference,
     VerifyReport,
     errors_alone,
-    joint_errors,
+    errors_in,
     judge,
 )
 from tests.verify.cases import LLAMA, config, flags
@@ -28,7 +28,7 @@ from tests.verify.cases import LLAMA, config, flags
 LAYOUT = check(config(LLAMA, **flags(tp=2, pp=2, dp=2, strategy="optim", sequence=True)), 8)
 NARROW = {
     name: check(replace(LAYOUT.config, training=replace(LAYOUT.config.training, precision=name)), 8)
-    for name in ("bf16", "fp16")
+    for name in ("fp32", "bf16", "fp16")
 }
 RIGHT = Difference("grad", 0, "norm.weight", (0, 4), 1, 1e-14, 1.0, 4.0, 4.0, 4.0, 1e-28)
 WEIGHT = replace(RIGHT, what="param", digest="a")
@@ -69,7 +69,8 @@ def test_one_value_that_no_layout_computes_fails_every_verification(
     else:
         off = _tensor(what, 0, 1, "norm.weight", piece_of(own), true, floor=0.01)
     right = [_tensor("grad", 0, 0, "other.weight", piece_of(true.clone()), true)]
-    baseline = joint_errors([*right, replace(off, error=0.0, own=off.true, off=0.0)])
+    of_one = [*right, replace(off, error=0.0, own=off.true, off=0.0)]
+    baseline = errors_in("bf16", of_one)
     report = judge(
         NARROW["bf16"] if narrow else LAYOUT, [*right, off], baseline if narrow else None
     )
@@ -119,13 +120,23 @@ def test_16_bits_are_judged_by_one_device_in_them() -> None:
     )
 
 
+def test_fp32_is_granted_what_one_device_needs_in_it() -> None:
+    off = [replace(RIGHT, error=error) for error in (1e-6, 2.9e-5)]
+    for of_one, passes in ((1e-6, False), (1.9e-5, False), (2e-5, True), (inf, False)):
+        report = judge(NARROW["fp32"], off, errors_in("fp32", [replace(RIGHT, error=of_one)]))
+        assert report.passed == passes, of_one
+        assert "limit: 1e-05, or 1.5 x the error of one device in fp32" in report.text()
+    within = judge(NARROW["fp32"], [replace(RIGHT, error=9e-6)], errors_in("fp32", [RIGHT]))
+    assert within.passed and not judge(NARROW["fp32"], off, None).passed
+
+
 def test_a_small_gradient_that_is_wrong_fails_by_itself_in_bf16() -> None:
     """Of all elements together it is too little."""
     large = replace(RIGHT, name="large", part=(0, 10_000), true=1e4, own=1e4, off=1.0)
     small = replace(RIGHT, true=2.0, own=2.0, off=2e-4)
     alone = errors_alone([large, small])
     assert alone == {"large": 0.01, "norm.weight": pytest.approx(0.01)}
-    baseline = joint_errors([large, small])
+    baseline = errors_in("bf16", [large, small])
     for off, passes in ((2e-4 * 15**2, True), (2e-4 * 17**2, False), (float("nan"), False)):
         report = judge(NARROW["bf16"], [large, replace(small, off=off)], baseline, (), alone)
         assert report.passed is passes
