@@ -73,16 +73,16 @@ def _gradient(name: str, grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of the activation's argument, given that of its value."""
     found: Tensor
     if name == "silu":
-        found = torch.ops.aten.silu_backward(grad, x)
+        found = torch.ops.aten.silu_backward.default(grad, x)
     elif name == "quick_gelu":
         share = (x * _QUICK).sigmoid_()
         found = grad * share * (1.0 + _QUICK * x * (1.0 - share))
     elif name == "relu":
-        found = torch.ops.aten.threshold_backward(grad, x, 0.0)
+        found = torch.ops.aten.threshold_backward.default(grad, x, 0.0)
     elif name == "squared_relu":
         found = x.relu().mul_(grad).mul_(2.0)
     else:
-        found = torch.ops.aten.gelu_backward(grad, x, approximate=_approximation(name))
+        found = torch.ops.aten.gelu_backward.default(grad, x, approximate=_approximation(name))
     return found
 
 
@@ -105,7 +105,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        grad_gate = torch.ops.aten.silu_backward.default(grad * up, gate)
         return grad_gate, F.silu(gate).mul_(grad)
 
 

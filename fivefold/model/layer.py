@@ -121,10 +121,10 @@ class TransformerLayer(nn.Module):
 
     def run(self, x_TH: Tensor, context: Context) -> Tensor:
         """`forward` without what differs by name between layers; compiled once for all layers."""
-        if self.self_attn is None:
+        self_attn, drop = self.self_attn, context.layer
+        if self_attn is None:
             return self._fed(x_TH, x_TH, context)
-        drop = context.layer
-        attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
+        attended_TH = self.block(self.input_layernorm, self_attn, x_TH, context)
         attended_TH = _normed(self.post_self_attn_layernorm, attended_TH)
         norm = self._joined_norm(x_TH)
         if norm is not None and self.mlp is not None:
@@ -137,9 +137,10 @@ class TransformerLayer(nn.Module):
     def _fed(self, read_TH: Tensor, sum_TH: Tensor, context: Context) -> Tensor:
         """The residual stream after the MLP, which reads `read_TH`; unchanged if there is no
         MLP."""
-        if self.mlp is None:
+        mlp = self.mlp
+        if mlp is None:
             return sum_TH
-        made_TH = self.block(self.norm_before_mlp, self.mlp, read_TH, context)
+        made_TH = self.block(self.norm_before_mlp, mlp, read_TH, context)
         return self._added(sum_TH, _normed(self.post_mlp_layernorm, made_TH), context.layer.made)
 
     def _added(self, sum_TH: Tensor, x_TH: Tensor, drop: HiddenDropout | None) -> Tensor:

@@ -40,7 +40,8 @@ class MLP(LayerBlock):
 
     def inner(self, x_TH: Tensor, drops: Drops = NO_DROPS) -> Tensor:
         """[T, H] -> [T, F], after the activation."""
-        linears = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
+        gate_proj, up_proj = self.gate_proj, self.up_proj
+        linears = (up_proj,) if gate_proj is None else (gate_proj, up_proj)
         inner = self.project(x_TH, *linears, drops=drops)
         if self.act_fn is not None:
             made: Tensor = self.act_fn(*inner)

@@ -251,7 +251,7 @@ def _turn_plainly(
         y, turned = x.clone(), slice(first, first + features)
         pairs, y_pairs = x[..., turned], y[..., turned]
         y_pairs.mul_(cos)
-    (one, other), (y_one, y_other) = (_of_pairs(each, interleaved) for each in (pairs, y_pairs))
+    (one, other), (y_one, y_other) = _of_pairs(pairs, interleaved), _of_pairs(y_pairs, interleaved)
     y_one.addcmul_(other, sin, value=-sign)
     y_other.addcmul_(one, sin, value=sign)
     return y

@@ -190,7 +190,7 @@ class DeferredWeights:
 
     def _of_other_use(self, parameter: Tensor) -> Tensor | None:
         """The gradient that autograd has from another use of the parameter in the same backward."""
-        arriving = self._arriving.get(parameter)
+        arriving = self._arriving.get(parameter) if self._arriving else None
         return None if arriving is None else arriving()
 
     def _begun(self, parameter: Tensor, made: Tensor) -> Tensor:
@@ -202,8 +202,11 @@ class DeferredWeights:
         return made
 
     def _sum_of(self, parameter: Tensor, whole: bool) -> Sum | None:
-        found = (sum_of(parameter, whole) for sum_of in self.sums)
-        return next((each for each in found if each is not None), None)
+        for sum_of in self.sums:
+            found = sum_of(parameter, whole)
+            if found is not None:
+                return found
+        return None
 
 
 def _add(found: Sum, products: Products, grad: Kept, kept: Kept, rows: slice | None) -> None:

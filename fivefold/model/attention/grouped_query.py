@@ -342,11 +342,10 @@ class Attention(AttentionBlock):
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
-        drops = context.layer.adapters
-        linears = (self.q_proj, self.k_proj, self.v_proj)
-        there = (linear for linear in linears if linear is not None)
-        projected = self.project(x_TH, *there, drops=drops)
-        if self.v_proj is None:
+        drops, v_proj = context.layer.adapters, self.v_proj
+        linears = self.q_proj, self.k_proj, *(() if v_proj is None else (v_proj,))
+        projected = self.project(x_TH, *linears, drops=drops)
+        if v_proj is None:
             projected = *projected, projected[1]
         D, q_norm, k_norm, gate_TF = self.model.head_dim, self.q_norm, self.k_norm, None
         if self.gated:

@@ -251,8 +251,9 @@ def saved_linears(ctx: Any) -> tuple[Sequence[Tensor], Kept]:
     """What `save_linears` saved; recomputation replaces weights by its own tensors."""
     saved: Kept = ctx.saved_tensors
     weights = saved[: ctx.weights]
-    for weight, inverse in zip(weights, ctx.scales, strict=False):
-        weight.inverse_scales = inverse  # type: ignore[attr-defined]
+    if ctx.scales:
+        for weight, inverse in zip(weights, ctx.scales, strict=True):
+            weight.inverse_scales = inverse  # type: ignore[attr-defined]
     return weights, saved[ctx.weights :]
 
 
